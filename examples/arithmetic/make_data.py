@@ -1,0 +1,105 @@
+"""Write the demo's problems: additions as text, in three files that share no problem.
+
+    python examples/arithmetic/make_data.py OUT_DIR [--min-number 10] [--max-number 99] [--slip-rate 0.6] [--seed 0]
+
+warmup.jsonl holds {"prompt": "12+29=", "response": "41"} for supervised steps; rl.jsonl and eval.jsonl hold
+{"prompt": "17+25=", "label": "42"} for GRPO and its evaluation.
+
+The responses of warmup.jsonl come from a careless teacher who forgets many a carry, 12+29=31, while all labels
+are right. A model that has learned from him knows every digit but carries only sometimes: about half of its
+answers are wrong however long it trains, and that is what the reward can mend.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def split_problems(numbers: range, sizes: Sequence[int], seed: int) -> list[list[tuple[int, int]]]:
+    """Deal the additions a + b with a and b in `numbers` into disjoint, shuffled splits of the given sizes.
+
+    a + b and b + a never fall into different splits.
+
+    Raises ValueError when there are fewer problems than the sizes ask for.
+    """
+    # A split that ends between a + b and b + a wastes the second.
+    if min(sizes) < 1 or sum(sizes) + len(sizes) > len(numbers) ** 2:
+        raise ValueError(
+            f"--min-number {numbers.start} --max-number {numbers.stop - 1} make {len(numbers) ** 2} additions: wanted are "
+            f"{' + '.join(map(str, sizes))} rows, at least 1 for each file, and {len(sizes)} additions to spare"
+        )
+    generator = random.Random(seed)
+    pairs = [(a, b) for a in numbers for b in range(a, numbers.stop)]
+    generator.shuffle(pairs)
+    splits: list[list[tuple[int, int]]] = []
+    for size in sizes:
+        split: list[tuple[int, int]] = []
+        while len(split) < size:
+            a, b = pairs.pop()
+            split += [(a, b)] if a == b else [(a, b), (b, a)]
+        split = split[:size]
+        generator.shuffle(split)
+        splits.append(split)
+    return splits
+
+
+def careless_sum(a: int, b: int, slip_rate: float, generator: random.Random) -> int:
+    """a + b, digit by digit, each carry forgotten with probability `slip_rate`."""
+    total, carry, place = 0, 0, 1
+    while a or b or carry:
+        carry, digit = divmod(a % 10 + b % 10 + carry, 10)
+        total += digit * place
+        if carry and generator.random() < slip_rate:
+            carry = 0
+        a, b, place = a // 10, b // 10, place * 10
+    return total
+
+
+def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write one JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_data(
+    out_dir: Path,
+    numbers: range = range(10, 100),
+    slip_rate: float = 0.6,
+    warmup_rows: int = 4000,
+    rl_rows: int = 3000,
+    eval_rows: int = 256,
+    seed: int = 0,
+) -> None:
+    """Write warmup.jsonl, rl.jsonl and eval.jsonl into `out_dir` (made when missing).
+
+    Raises ValueError as split_problems does.
+    """
+    warmup, rl, evaluation = split_problems(numbers, (warmup_rows, rl_rows, eval_rows), seed)
+    generator = random.Random(seed)
+    taught = [(a, b, careless_sum(a, b, slip_rate, generator)) for a, b in warmup]
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_jsonl(out_dir / "warmup.jsonl", [{"prompt": f"{a}+{b}=", "response": str(answer)} for a, b, answer in taught])
+    write_jsonl(out_dir / "rl.jsonl", [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in rl])
+    write_jsonl(out_dir / "eval.jsonl", [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in evaluation])
+
+
+def main() -> None:
+    """Read the command line and write the files."""
+    parser = argparse.ArgumentParser(description="Write addition problems as warmup.jsonl, rl.jsonl and eval.jsonl.")
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--min-number", type=int, default=10, help="smallest summand")
+    parser.add_argument("--max-number", type=int, default=99, help="largest summand")
+    parser.add_argument("--slip-rate", type=float, default=0.6, help="share of carries that the warm-up forgets")
+    parser.add_argument("--warmup-rows", type=int, default=4000, help="problems with a worked response")
+    parser.add_argument("--rl-rows", type=int, default=3000, help="problems for reinforcement learning")
+    parser.add_argument("--eval-rows", type=int, default=256, help="problems for evaluation")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    numbers = range(options.min_number, options.max_number + 1)
+    rows = (options.warmup_rows, options.rl_rows, options.eval_rows)
+    make_data(options.out_dir, numbers, options.slip_rate, *rows, options.seed)
+
+
+if __name__ == "__main__":
+    main()

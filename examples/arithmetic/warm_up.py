@@ -1,0 +1,124 @@
+"""Makes the demo's small Qwen3-shaped model and teaches it a little addition by supervised steps.
+
+    torchrun --nproc-per-node 2 examples/arithmetic/warm_up.py DATA_DIR TOKENIZER_DIR OUT_DIR
+
+The steps go through the same training path as GRPO (moebius.train_step), with the likelihood of the worked responses as
+the loss. OUT_DIR is then an ordinary Hugging Face folder.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moebius import runtime
+from moebius.actor import Actor, build_actor
+from moebius.batches import Sample
+from moebius.losses import sft_loss
+from moebius.metrics import progress
+from moebius.models.hf_io import save_hf
+from moebius.models.shape import read_shape
+from moebius.tokenizer import load_tokenizer, tokenizer_files
+from moebius.train_step import Batching, train_step
+from parallel_state.groups import make_parallel_state
+from parallel_state.layout import ParallelLayout
+
+
+def write_config(folder: Path, tokenizer: Any) -> None:
+    """The config.json of a Qwen3-shaped model of about 0.4 M parameters, for this tokenizer."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def read_samples(path: Path, tokenizer: Any) -> list[Sample]:
+    """Worked problems as prompt and response ids, the end token included."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        Sample(
+            tokenizer(row["prompt"])["input_ids"], [*tokenizer(row["response"])["input_ids"], tokenizer.eos_token_id]
+        )
+        for row in rows
+    ]
+
+
+def negative_log_likelihood(
+    log_probs: Tensor, _entropy: Tensor, fields: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return sft_loss(log_probs, fields["loss_mask"]), {}
+
+
+def teach(actor: Actor, samples: list[Sample], steps: int, batch_size: int, seed: int) -> float:
+    """Supervised steps over random batches, each data-parallel rank taking its share; returns the last loss."""
+    rng = np.random.default_rng(seed)
+    at, size = actor.state.at.dp, actor.state.layout.data_parallel_size
+    batching = Batching(micro_batch_size=None, max_tokens_per_gpu=4096)
+    loss = float("nan")
+    for _ in progress(range(steps), steps, "warm-up"):
+        rows = rng.choice(len(samples), batch_size, replace=False)
+        loss = train_step(actor, [samples[i] for i in rows[at::size]], negative_log_likelihood, batching)["loss"]
+    return loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Warm up the demo's model.")
+    parser.add_argument("data_dir", type=Path)
+    parser.add_argument("tokenizer_dir", type=Path)
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    device = runtime.start()
+    state = make_parallel_state(ParallelLayout(torch.distributed.get_world_size()))
+    tokenizer = load_tokenizer(str(options.tokenizer_dir))
+    shape_dir = options.out_dir.with_name(options.out_dir.name + ".shape")
+    if state.rank == 0:
+        write_config(shape_dir, tokenizer)
+    torch.distributed.barrier()
+    actor = build_actor(
+        read_shape(shape_dir),
+        state,
+        None,
+        torch.float32,
+        device,
+        lr=options.lr,
+        total_updates=options.steps,
+        lr_warmup_iters=20,
+        lr_decay_style="cosine",
+        seed=options.seed,
+    )
+    samples = read_samples(options.data_dir / "warmup.jsonl", tokenizer)
+    loss = teach(actor, samples, options.steps, options.batch_size, options.seed)
+    save_hf(actor.model, actor.shape, state, shape_dir, options.out_dir, tokenizer_files(options.tokenizer_dir))
+    if state.rank == 0:
+        print(f"warm-up: {options.steps} supervised steps, loss {loss:.3f} nats a token, model in {options.out_dir}")
+    runtime.stop()
+
+
+if __name__ == "__main__":
+    runtime.run(main)

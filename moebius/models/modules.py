@@ -1,0 +1,205 @@
+"""The modules of a transformer layer that mcore lacks without Transformer Engine, or that must know about blocks."""
+
+import copy
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+
+class RMSNorm:
+    """torch's RMSNorm built from a mcore config; mcore's own wrapper refuses sequence parallelism."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> torch.nn.RMSNorm:
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        # finalize_model_grads sums gradients of marked parameters over TP
+        norm.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        return norm
+
+
+@cache
+def _varlen_options() -> frozenset[str]:
+    """varlen_attn's signature moves between torch versions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = _varlen_options()
+    extra: dict[str, Any] = {"scale": scale}
+    if "window_size" in options:
+        extra["window_size"] = (-1, 0)
+    else:
+        extra["is_causal"] = True
+    if "enable_gqa" in options:
+        extra["enable_gqa"] = q.size(1) != k.size(1)
+    elif q.size(1) != k.size(1):
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
+    attend: Any = varlen_attn
+    return attend(q.contiguous(), k.contiguous(), v.contiguous(), bounds, bounds, longest, longest, **extra)
+
+
+class CoreAttention(MegatronModule):
+    """Causal self attention with grouped queries: SDPA for [s, b, n, d], varlen attention for packed [t, n, d]."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert attention_type == "self" and attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        self.tp_group = pg_collection.tp  # sharded_state_dict asks mcore's parallel_state where a module has none
+        self.scale: float = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+        )
+        return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, packed: Any) -> Tensor:
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            out = _varlen(q, k, v, packed.cu_seqlens_q, packed.max_seqlen_q, self.scale)
+            return out.reshape(out.size(0), -1)
+        gqa = q.size(1) != k.size(1)
+        lengths = packed.cu_seqlens_q.diff().tolist()
+        outs = []
+        for sequence in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+            heads_first = [x.transpose(0, 1)[None] for x in sequence]
+            out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs).reshape(q.size(0), -1)
+
+
+class BlockedSelfAttention(SelfAttention):
+    """mcore's SelfAttention whose qkv rows are stored as `blocks` x [q; k; v] (see blocks.py)."""
+
+    def __init__(self, *args: Any, blocks: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        queries, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+        assert queries % blocks == 0 and groups % blocks == 0, (queries, groups, blocks)
+        self.blocks = blocks
+        self.heads_per_block = [queries // blocks, groups // blocks, groups // blocks]
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Any = None, output_gate: bool = False, split_qkv: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert key_value_states is None and not output_gate and split_qkv
+        linear: Any = self.linear_qkv
+        mixed, _ = linear(hidden_states)
+        s, b, d = mixed.size(0), mixed.size(1), self.hidden_size_per_attention_head
+        parts = mixed.view(s, b, self.blocks, -1, d).split(self.heads_per_block, dim=3)
+        query, key, value = (part.reshape(s, b, -1, d) for part in parts)
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value
+
+
+class BlockedMLP(MLP):
+    """mcore's gated MLP whose first weight is stored as `blocks` x [gate; up] (see blocks.py)."""
+
+    def __init__(self, *args: Any, blocks: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.config.gated_linear_unit and not self.config.add_bias_linear
+        self.blocks = blocks
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Any = None, **_: Any) -> tuple[Tensor, Any]:
+        assert per_token_scale is None
+        mixed, _ = self.linear_fc1(hidden_states)
+        gate, up = mixed.unflatten(-1, (self.blocks, -1)).chunk(2, dim=-1)
+        return self.linear_fc2((F.silu(gate) * up).flatten(-2))
+
+
+class Head(ColumnParallelLinear):
+    """The output layer up to, but without, its product: hands back hidden states [s, b, h] whole on every TP rank.
+
+    `moebius.log_probs` applies the weight in chunks. Calling this module still runs the hooks by which DDP waits for a
+    lazily gathered weight. Its backward sums the shards' parts of the hidden states' gradient over TP.
+    """
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(
+                input_, tensor_parallel_output_grad=True, group=self.tp_group
+            ), None
+        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
+
+
+class PolicyModel(GPTModel):
+    """mcore's GPTModel that returns the last hidden states [s, b, h] instead of logits, so that [tokens, vocabulary]
+    never exists as a whole. `head_weight` is what they are to be multiplied with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer.__class__ = Head  # same state, another forward
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[padded vocabulary / TP, h]: the output layer's weight, the embedding's where they are tied."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None, "the head is on the last pipeline stage only"
+        return weight
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.output_layer(hidden_states)[0] if self.post_process else hidden_states
+
+
+def block_spec(config: Any, mlp_blocks: int, attention_blocks: int, tp_group: Any, pp_rank: int) -> Any:
+    """The layers of one pipeline stage as a mcore spec."""
+    norm = "RMSNorm"
+    spec: Any = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=norm))
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention
+    attention.module = BlockedSelfAttention
+    attention.params = {**attention.params, "blocks": attention_blocks}
+    attention.submodules.core_attention = CoreAttention
+    if config.qk_layernorm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    layer.mlp.module = BlockedMLP
+    # mcore hands tp_group to a module that *is* MLP only; a subclass without it is silently built unsharded
+    layer.mlp.params = {**(layer.mlp.params or {}), "blocks": mlp_blocks, "tp_group": tp_group}
+    layers = get_num_layers_to_build(config, pp_rank=pp_rank)
+    final_norm: Any = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=final_norm)

@@ -1,0 +1,111 @@
+"""The demo's problems and tokenizer, made small."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+from transformers import Qwen3Config
+
+from examples.arithmetic import make_data, make_tokenizer
+from moebius.data import Column, load_prompts, read_jsonl, text_fault
+from moebius.tokenizer import load_tokenizer, stop_token_ids
+
+
+def problem(row: dict[str, str]) -> frozenset[int]:
+    a, b = row["prompt"].removesuffix("=").split("+")
+    return frozenset((int(a), int(b)))
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_files_share_no_problem_and_labels_are_right(tmp_path: Path) -> None:
+    make_data.make_data(tmp_path, range(30), warmup_rows=301, rl_rows=300, eval_rows=200)
+    files = {name: rows_of(tmp_path / f"{name}.jsonl") for name in ("warmup", "rl", "eval")}
+    assert {name: len(rows) for name, rows in files.items()} == {"warmup": 301, "rl": 300, "eval": 200}
+    assert all(len({row["prompt"] for row in rows}) == len(rows) for rows in files.values())
+    for row in files["rl"] + files["eval"]:
+        assert sum(map(int, row["prompt"][:-1].split("+"))) == int(row["label"])
+    problems = {name: {problem(row) for row in rows} for name, rows in files.items()}
+    assert not problems["warmup"] & problems["rl"]
+    assert not (problems["warmup"] | problems["rl"]) & problems["eval"]
+
+
+def test_default_sizes_fit_and_half_of_the_warm_up_is_right(tmp_path: Path) -> None:
+    make_data.make_data(tmp_path)
+    rows = rows_of(tmp_path / "warmup.jsonl")
+    right = sum(sum(map(int, row["prompt"][:-1].split("+"))) == int(row["response"]) for row in rows)
+    assert len(rows) == 4000
+    assert 0.4 < right / len(rows) < 0.6
+    assert len(rows_of(tmp_path / "eval.jsonl")) >= 200
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "careless", "careful"),
+    [(12, 29, 31, 41), (75, 48, 13, 123), (64, 72, 36, 136), (0, 0, 0, 0), (21, 34, 55, 55)],
+)
+def test_slips_are_forgotten_carries(a: int, b: int, careless: int, careful: int) -> None:
+    generator = random.Random(0)
+    assert make_data.careless_sum(a, b, 1.0, generator) == careless
+    assert make_data.careless_sum(a, b, 0.0, generator) == careful
+
+
+def test_the_seed_decides_the_files(tmp_path: Path) -> None:
+    texts = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        make_data.make_data(tmp_path / name, range(10), warmup_rows=30, rl_rows=30, eval_rows=20, seed=seed)
+        texts.append([(tmp_path / name / f"{kind}.jsonl").read_text() for kind in ("warmup", "rl", "eval")])
+    assert texts[0] == texts[1]
+    assert all(one != other for one, other in zip(texts[1], texts[2], strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(50, 40, 8), (3000, 4096, 256), (0, 1, 1)])
+def test_too_few_problems_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="--min-number 0 --max-number 9 make 100 additions"):
+        make_data.split_problems(range(10), sizes, seed=0)
+
+
+def test_as_many_problems_as_are_promised() -> None:
+    for seed in range(50):
+        splits = make_data.split_problems(range(10), (49, 37, 11), seed)
+        assert [len(split) for split in splits] == [49, 37, 11]
+
+
+def test_command_lines_make_a_folder_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every problem survives encoding and decoding, digit by digit, beside a Qwen3 config as well."""
+    sizes = ["--min-number", "0", "--max-number", "19", "--warmup-rows", "100", "--rl-rows", "100", "--eval-rows", "50"]
+    monkeypatch.setattr(sys, "argv", ["make_data.py", str(tmp_path), *sizes])
+    make_data.main()
+    folder = tmp_path / "model"
+    monkeypatch.setattr(sys, "argv", ["make_tokenizer.py", str(tmp_path / "warmup.jsonl"), str(folder)])
+    make_tokenizer.main()
+    Qwen3Config().save_pretrained(folder)
+
+    tokenizer = load_tokenizer(str(folder))
+    sentencepiece = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    assert 32 <= len(tokenizer) == sentencepiece.vocab_size() <= 64
+    special = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
+    assert special == [0, 1, 2, 3]
+    assert tokenizer.chat_template is None
+    texts = [row["prompt"] + row["response"] for row in rows_of(tmp_path / "warmup.jsonl")]
+    for text in [*texts, "what is 1  plus 2?"]:
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text)
+        assert ids == sentencepiece.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not set(ids) & set(special)
+        assert tokenizer.decode([*ids, 2], skip_special_tokens=True) == text
+
+
+def test_files_are_what_the_loaders_want(tmp_path: Path) -> None:
+    make_data.make_data(tmp_path, range(10), warmup_rows=30, rl_rows=30, eval_rows=20)
+    tokenizer = make_tokenizer.make_tokenizer(tmp_path / "warmup.jsonl", tmp_path)
+    prompts = load_prompts(str(tmp_path / "eval.jsonl"), tokenizer, "prompt", "label", False, 4)
+    assert [prompt.text for prompt in prompts] == [row["prompt"] for row in rows_of(tmp_path / "eval.jsonl")]
+    columns = [Column("prompt", "--input-key", text_fault), Column("response", "--label-key", text_fault)]
+    assert len(read_jsonl(str(tmp_path / "warmup.jsonl"), columns, "--prompt-data")) == 30
+    assert stop_token_ids(tokenizer, str(tmp_path)) == [2]
