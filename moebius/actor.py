@@ -62,13 +62,7 @@ def build_reference(
     model = build_model(shape, state, config, seed=0)
     load_hf(model, shape, state, folder)
     model.requires_grad_(False)
-    return Actor(shape=shape, state=state, config=config, ddp=_in_precision(config, model), dtype=dtype, device=device)
-
-
-def _in_precision(config: Any, model: Any) -> Any:
-    from megatron.core.transformer.module import Float16Module
-
-    return Float16Module(config, model) if config.bf16 else model
+    return Actor(shape=shape, state=state, config=config, ddp=model, dtype=dtype, device=device)
 
 
 def build_actor(
@@ -131,7 +125,7 @@ def build_actor(
         grad_reduce_in_fp32=True,
         bucket_size=ddp_bucket_size,
     )
-    ddp = DistributedDataParallel(config, ddp_config, _in_precision(config, model), pg_collection=state.train)
+    ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=state.train)
     ddp.broadcast_params()
     config.finalize_model_grads_func = _finalize
     if overlap_grad_reduce:
@@ -154,6 +148,8 @@ def build_actor(
         overlap_param_gather=overlap_param_gather,
     )
     built = get_megatron_optimizer(optimizer_config, [ddp], use_gloo_process_groups=False, pg_collection=state.train)
+    if distributed:
+        _make_adam_state(built)
     decay = lr_decay_iters or max(total_updates, lr_warmup_iters + 1)
     return Actor(
         shape=shape,
@@ -165,6 +161,18 @@ def build_actor(
         optimizer=built,
         scheduler=_schedule(built, lr, min_lr, weight_decay, lr_warmup_iters, lr_decay_style, decay),
     )
+
+
+def _make_adam_state(optimizer: Any) -> None:
+    """Allocates Adam's moments now instead of in the first step: the engine sizes its KV cache by what is free."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                one.optimizer.state[parameter].update(
+                    step=torch.tensor(0.0),
+                    exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter),
+                )
 
 
 def _schedule(

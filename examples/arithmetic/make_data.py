@@ -5,9 +5,9 @@
 warmup.jsonl holds {"prompt": "12+29=", "response": "41"} for supervised steps; rl.jsonl and eval.jsonl hold
 {"prompt": "17+25=", "label": "42"} for GRPO and its evaluation.
 
-The responses of warmup.jsonl come from a careless teacher who forgets many a carry, 12+29=31, while all labels
-are right. A model that has learned from him knows every digit but carries only sometimes: about half of its
-answers are wrong however long it trains, and that is what the reward can mend.
+The responses of warmup.jsonl come from a careless teacher who forgets many a carry, as in 12+29=31; all labels are
+right. A model taught so knows its digits but carries only sometimes: about half of its answers are wrong however
+long it trains, and that is what the reward can mend.
 """
 
 import argparse
@@ -27,8 +27,8 @@ def split_problems(numbers: range, sizes: Sequence[int], seed: int) -> list[list
     # A split that ends between a + b and b + a wastes the second.
     if min(sizes) < 1 or sum(sizes) + len(sizes) > len(numbers) ** 2:
         raise ValueError(
-            f"--min-number {numbers.start} --max-number {numbers.stop - 1} make {len(numbers) ** 2} additions: wanted are "
-            f"{' + '.join(map(str, sizes))} rows, at least 1 for each file, and {len(sizes)} additions to spare"
+            f"--min-number {numbers.start} --max-number {numbers.stop - 1} make {len(numbers) ** 2} additions; "
+            f"wanted: {' + '.join(map(str, sizes))} rows, 1 or more for each file, and {len(sizes)} additions to spare"
         )
     generator = random.Random(seed)
     pairs = [(a, b) for a in numbers for b in range(a, numbers.stop)]
@@ -68,7 +68,7 @@ def make_data(
     slip_rate: float = 0.6,
     warmup_rows: int = 4000,
     rl_rows: int = 3000,
-    eval_rows: int = 256,
+    eval_rows: int = 1000,
     seed: int = 0,
 ) -> None:
     """Write warmup.jsonl, rl.jsonl and eval.jsonl into `out_dir` (made when missing).
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--slip-rate", type=float, default=0.6, help="share of carries that the warm-up forgets")
     parser.add_argument("--warmup-rows", type=int, default=4000, help="problems with a worked response")
     parser.add_argument("--rl-rows", type=int, default=3000, help="problems for reinforcement learning")
-    parser.add_argument("--eval-rows", type=int, default=256, help="problems for evaluation")
+    parser.add_argument("--eval-rows", type=int, default=1000, help="problems for evaluation")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     numbers = range(options.min_number, options.max_number + 1)

@@ -71,8 +71,7 @@ def wait_for_end(pids: list[int]) -> bool:
 def children() -> list[psutil.Process]:
     """The reward workers that this process started, and whatever they started."""
     running = [child for child in psutil.Process().children(recursive=True) if alive(child.pid)]
-    # other tests in this process leave services running: multiprocessing's resource tracker, wandb's
-    services = ("resource_tracker", "wandb")
+    services = ("resource_tracker", "wandb")  # what other tests in this process leave running
     return [child for child in running if not any(name in part for part in child.cmdline() for name in services)]
 
 
