@@ -3,6 +3,7 @@
 import gc
 import json
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -254,7 +255,9 @@ def _start_vllm(
 ) -> Any:
     on_cpu = device.type == "cpu"
     vllm.set_environment()
-    vllm.prepare_process(json.loads((folder / "config.json").read_text())["architectures"][0], on_cpu)
+    job = [uuid.uuid4().hex]
+    dist.broadcast_object_list(job, src=0)
+    vllm.prepare_process(json.loads((folder / "config.json").read_text())["architectures"][0], on_cpu, job[0])
     vllm.register_loader(tensors)
     kv_cache_bytes, share = _kv_cache_bytes(options.kv_cache_bytes, device)
     by_device: dict[str, Any] = (

@@ -31,6 +31,7 @@ PRIVATE_NAMES: tuple[tuple[str, str], ...] = (
 )
 PRIVATE_NAMES_CPU: tuple[tuple[str, str], ...] = (
     ("vllm.distributed.device_communicators.cpu_communicator", "CpuCommunicator"),
+    ("vllm.distributed.device_communicators.cpu_communicator", "_CPUSHMDistributed"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
 )
 
@@ -51,11 +52,12 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def prepare_process(architecture: str, on_cpu: bool) -> None:
+def prepare_process(architecture: str, on_cpu: bool, job: str) -> None:
     """Makes vLLM a guest of this process; before `LLM()`.
 
     Args:
         architecture: class name in the model's config.json, registered so that vLLM need not ask a subprocess about it.
+        job: a name that no other job on this host has, and that all ranks of this one share.
     """
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
@@ -70,8 +72,14 @@ def prepare_process(architecture: str, on_cpu: bool) -> None:
     if not on_cpu:
         return
     import vllm.model_executor.layers.utils as layer_utils
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
+    def shared_memory_name(communicator: Any) -> str:
+        ranks = "-".join(map(str, communicator.ranks))
+        return f"moebius-{job}-{communicator.unique_name}-{ranks}"
+
+    # vLLM's own name is the same for every job that a launcher started: two at once, or one after a crash, collide
+    _CPUSHMDistributed.make_group_name = staticmethod(shared_memory_name)
     # the CPU backend would pack weights into a private copy and empty the parameter: keep plain F.linear on the view
     layer_utils.dispatch_cpu_unquantized_gemm = _plain_linear
     if len(os.sched_getaffinity(0)) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):

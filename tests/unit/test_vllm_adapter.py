@@ -1,0 +1,37 @@
+"""Every private name of vLLM that the adapter touches still exists in the installed version."""
+
+import importlib
+import inspect
+
+import pytest
+
+from hybrid_engine import vllm_adapter
+
+NAMES = vllm_adapter.PRIVATE_NAMES + vllm_adapter.PRIVATE_NAMES_CPU
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_private_name_exists(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone: hybrid_engine/vllm_adapter.py"
+
+
+def test_attributes_of_private_classes_exist() -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    assert hasattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name")
+    assert hasattr(_CPUSHMDistributed, "make_group_name")
+    assert hasattr(CPUModelRunner, "initialize_kv_cache_tensors")
+    source = inspect.getsource(inspect.getmodule(CPUModelRunner.initialize_kv_cache_tensors))  # pyright: ignore[reportArgumentType]
+    assert "_kernel_block_sizes" in source
+
+
+def test_no_other_file_imports_vllm() -> None:
+    from pathlib import Path
+
+    root = Path(vllm_adapter.__file__).parents[1]
+    for package in ("hybrid_engine", "moebius", "parallel_state"):
+        for path in (root / package).rglob("*.py"):
+            if path.name != "vllm_adapter.py":
+                text = path.read_text()
+                assert "import vllm" not in text.replace("import vllm_adapter", "") and "from vllm" not in text, path
