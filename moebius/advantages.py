@@ -22,7 +22,8 @@ def grpo_advantages(rewards: Tensor, group_size: int, normalise_by_std: bool = T
     """
     if rewards.numel() % group_size:
         raise ValueError(f"{rewards.numel()} rewards do not divide into groups of --n-samples-per-prompt {group_size}")
-    grouped = rewards.float().view(-1, group_size)
+    # in float64 the mean of equal fp32 rewards is exact; an error of one fp32 ulp would be a signal beside the epsilon
+    grouped = rewards.double().view(-1, group_size)
     valid = grouped.isfinite()
     count = valid.sum(-1, keepdim=True)
     values = torch.where(valid, grouped, 0.0)
@@ -31,4 +32,4 @@ def grpo_advantages(rewards: Tensor, group_size: int, normalise_by_std: bool = T
     if normalise_by_std:
         variance = centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + GROUP_EPSILON)
-    return torch.where(count >= 2, centred, 0.0).flatten()
+    return centred.flatten().float()

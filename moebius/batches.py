@@ -174,8 +174,10 @@ def _fields(samples: Sequence[Sample], device: torch.device) -> dict[str, Tensor
     }
     for name in ("old_log_probs", "ref_log_probs"):
         values = [value for s in samples if (value := getattr(s, name)) is not None]
-        if samples and len(values) == len(samples):
-            fields[name] = torch.cat(values)
-    if samples and all(len(s.rollout_log_probs) == len(s.response_ids) for s in samples):
-        fields["rollout_log_probs"] = torch.tensor([x for s in samples for x in s.rollout_log_probs])
+        # without samples too: a loss function reads the same fields from every micro-batch
+        if len(values) == len(samples):
+            fields[name] = torch.cat([torch.empty(0), *values])
+    if all(len(s.rollout_log_probs) == len(s.response_ids) for s in samples):
+        rollout = [x for s in samples for x in s.rollout_log_probs]
+        fields["rollout_log_probs"] = torch.tensor(rollout, dtype=torch.float32)
     return {name: value.to(device) for name, value in fields.items()}

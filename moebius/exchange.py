@@ -48,6 +48,8 @@ def plan_exchange(lengths: Sequence[int], samples_per_update: int, data_parallel
 
 def _encode(sample: Sample) -> np.ndarray:
     """A sample as int32 words; floats keep their bits."""
+    assert sample.loss_mask is None, "the exchange does not carry loss masks"
+    assert len(sample.rollout_log_probs) == len(sample.response_ids), "one log-prob a response token"
     floats = np.array([sample.advantage, sample.reward, *sample.rollout_log_probs], dtype=np.float32).view(np.int32)
     return np.concatenate([np.array([*sample.prompt_ids, *sample.response_ids], dtype=np.int32), floats])
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0  # nats; e^20 is far outside of any clipping range, and its square still fits into fp32
+
 
 def policy_loss(
     log_probs: Tensor,
@@ -18,17 +20,20 @@ def policy_loss(
     2025 (DAPO).
 
     Args:
-        log_probs, old_log_probs, advantages, loss_mask: [tokens] each; the mask is 0 or 1.
+        log_probs, old_log_probs, advantages, loss_mask: [tokens] each; the mask is 0 or 1. Log-ratios count up to
+            +-20 nats, beyond which a token has no gradient.
     Returns:
         the loss (a sum, in nats) and sums over tokens for metrics: `clipfrac`, `ratio`, `approx_kl`
         (k3 of old against new: r - 1 - log r, Schulman 2020).
     """
     # tokens outside the mask may hold anything, infinities too: replace, do not multiply
     log_ratio = torch.where(loss_mask > 0, log_probs - old_log_probs, 0.0)
+    # an infinite ratio would turn the zero gradient of a clipped token into NaN
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
-    loss = -(torch.minimum(unclipped, clipped) * loss_mask).sum()
+    loss = -torch.where(loss_mask > 0, torch.minimum(unclipped, clipped), 0.0).sum()
     with torch.no_grad():
         sums = {
             "clipfrac": ((clipped < unclipped) * loss_mask).sum(),

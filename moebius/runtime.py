@@ -1,8 +1,10 @@
 """Process start-up: device, default process group, and the end of every rank when one fails."""
 
+import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -12,12 +14,23 @@ import torch.distributed as dist
 from moebius import cpu
 
 
+def _quiet() -> None:
+    """Silences what mcore and torch say about packages and names that this program does without on purpose."""
+    said = ("[Aa]pex", "[Tt]ransformer.?[Ee]ngine", "torch.distributed.*is deprecated", "full scope is", "non-leaf")
+    for words in said:
+        warnings.filterwarnings("ignore", message=f".*{words}")
+    layer = logging.getLogger("megatron.core.transformer.transformer_layer")
+    layer.addFilter(lambda record: "Unknown MLP type" not in record.getMessage())  # BlockedMLP brings its own tp_group
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
 def start(timeout_minutes: float = 10.0) -> torch.device:
     """Joins the processes that torchrun or srun started; returns this rank's device.
 
     Args:
         timeout_minutes: how long a collective may take (--distributed-timeout-minutes).
     """
+    _quiet()
     timeout = timedelta(minutes=timeout_minutes)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,6 +1,9 @@
 """The hybrid engine beside a real trainer: figures for test_engine.py.
 
-    engine.py OUT.json
+    engine.py OUT.json [NAME]
+
+NAME picks one model: with sleep mode a process can have one engine only.
+fp32 over gloo on a CPU; bf16 with CUDA graphs and sleep mode on GPUs (tests/gpu).
 
 World 2: training TP1 x DP2 -> rollout TP2. World 4: training TP2 x DP2 -> rollout TP4 (more ranks than KV heads: the
 qkv copy), and two independent engines of TP2.
@@ -34,7 +37,11 @@ from parallel_state.layout import ParallelLayout
 
 TEMPERATURE = 0.7
 BATCHING = Batching(None, 128, temperature=TEMPERATURE)
-CPU = torch.device("cpu")
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def shared_folder() -> str:
@@ -87,7 +94,7 @@ def build(
     family: str, tied: bool, kv_heads: int, state: ParallelState, overlap: bool = False
 ) -> tuple[Actor, HybridEngine, Any, str]:
     folder = shared_folder()
-    hf = make_hf_model(family, folder if dist.get_rank() == 0 else None, tied=tied, kv_heads=kv_heads)
+    hf = make_hf_model(family, folder if dist.get_rank() == 0 else None, tied=tied, kv_heads=kv_heads, dtype=DTYPE)
     if dist.get_rank() == 0:  # must change nothing (case 2.03)
         odd = {"top_k": 2, "top_p": 0.3, "temperature": 0.1, "repetition_penalty": 1.8, "eos_token_id": [2, 5, 6, 7]}
         (Path(folder) / "generation_config.json").write_text(json.dumps(odd))
@@ -97,8 +104,8 @@ def build(
         shape,
         state,
         folder,
-        torch.float32,
-        CPU,
+        DTYPE,
+        current_device(),
         lr=1e-2,
         total_updates=10,
         adam_eps=1e-5,
@@ -108,7 +115,7 @@ def build(
     )
     metas, trainer = engine_parameters(actor.model, shape, state)
     options = EngineOptions(max_model_len=128, max_num_seqs=16, kv_cache_bytes=64 << 20)
-    engine = HybridEngine(folder, state, metas, trainer, actor.sync_parameters, options, CPU)
+    engine = HybridEngine(folder, state, metas, trainer, actor.sync_parameters, options, current_device())
     return actor, engine, hf, folder
 
 
@@ -207,6 +214,8 @@ def main() -> None:
         plans = [("qwen3", True, 2, False), ("llama", False, 8, True)]
     for family, tied, kv_heads, overlap in plans:
         name = f"{world}/{family}-kv{kv_heads}" + ("-overlap" if overlap else "")
+        if name not in (sys.argv[2:] or [name]):
+            continue
         actor, engine, hf, folder = build(family, tied, kv_heads, state, overlap)
         figures |= cycle(name, actor, engine, hf, state)
         figures |= after_update(name, actor, engine, state)
@@ -217,12 +226,19 @@ def main() -> None:
         figures[f"{name}/trains_after_close"] = train_step(
             actor, [Sample([4, 5], [6, 7], advantage=1.0, old_log_probs=torch.zeros(2))], loss, BATCHING
         )["grad_norm"]
-    engines = make_parallel_state(ParallelLayout(world, rollout_tensor_model_parallel_size=world // 2))
-    actor, engine, _, _ = build("llama", True, 2, engines)
-    figures |= seeds(engine, engines)
-    engine.close()
+    if not sys.argv[2:]:
+        figures |= separate_engines(world)
     record(figures, sys.argv[1])
     runtime.stop()
+
+
+def separate_engines(world: int) -> dict[str, Any]:
+    """Two independent engines over one world."""
+    engines = make_parallel_state(ParallelLayout(world, rollout_tensor_model_parallel_size=world // 2))
+    _, engine, _, _ = build("llama", True, 2, engines)
+    figures = seeds(engine, engines)
+    engine.close()
+    return figures
 
 
 if __name__ == "__main__":

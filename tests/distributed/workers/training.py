@@ -29,26 +29,37 @@ from parallel_state.layout import ParallelLayout
 
 LENGTHS = ((5, 4), (9, 7), (3, 1), (12, 6), (4, 9), (7, 2), (2, 5), (6, 3))
 DP, TP, PP, SP = (1, 1, False), (2, 1, False), (1, 2, False), (2, 1, True)
-CUTS: dict[int, dict[str, tuple[tuple[int, int, bool], Batching]]] = {
+FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+CUTS: dict[int, dict[str, tuple[tuple[int, int, bool], Batching, dict[str, Any]]]] = {
     1: {
-        "one": (DP, Batching(8)),
-        "micro2": (DP, Batching(4)),
-        "micro4": (DP, Batching(2)),
-        "micro8": (DP, Batching(1)),
-        "tokens": (DP, Batching(None, 24)),
-        "padded": (DP, Batching(4, packed=False)),
-        "chunked": (DP, Batching(8, log_probs_chunk_size=5)),
+        "one": (DP, Batching(8), {}),
+        "micro2": (DP, Batching(4), {}),
+        "micro4": (DP, Batching(2), {}),
+        "micro8": (DP, Batching(1), {}),
+        "tokens": (DP, Batching(None, 24), {}),
+        "padded": (DP, Batching(4, packed=False), {}),
+        "chunked": (DP, Batching(8, log_probs_chunk_size=5), {}),
+        "recompute_full": (DP, Batching(4), FULL),
+        "recompute_selective": (DP, Batching(4), SELECTIVE),
     },
     2: {
-        "dp2": (DP, Batching(2)),
-        "dp2_tokens": (DP, Batching(None, 24)),
-        "tp2": (TP, Batching(4)),
-        "pp2": (PP, Batching(2)),
-        "pp2_micro8": (PP, Batching(1)),
-        "pp2_padded": (PP, Batching(2, packed=False)),
-        "tp2_sp": (SP, Batching(4)),
+        "dp2": (DP, Batching(2), {}),
+        "dp2_tokens": (DP, Batching(None, 24), {}),
+        "tp2": (TP, Batching(4), {}),
+        "pp2": (PP, Batching(2), {}),
+        "pp2_micro8": (PP, Batching(1), {}),
+        "pp2_padded": (PP, Batching(2, packed=False), {}),
+        "tp2_sp": (SP, Batching(4), {}),
+        "tp2_sp_recompute": (SP, Batching(4), FULL),
+        "dp2_overlap": (DP, Batching(1), OVERLAP),
     },
-    4: {"tp2_pp2": ((2, 2, False), Batching(2)), "pp2_dp2": (PP, Batching(1)), "tp2_sp_dp2": (SP, Batching(2))},
+    4: {
+        "tp4": ((4, 1, False), Batching(8), {}),
+        "tp2_pp2": ((2, 2, False), Batching(2), {}),
+        "pp2_dp2": (PP, Batching(1), {}),
+        "tp2_sp_dp2": (SP, Batching(2), {}),
+    },
 }
 
 
@@ -93,12 +104,14 @@ def moments(actor: Actor, name: str) -> dict[int, Tensor]:
 
 
 def run_cut(cut: str, family: str, tied: bool, folder: str, hf: Any, tensors: Path) -> dict[str, Any]:
-    (tp, pp, sp), batching = CUTS[dist.get_world_size()][cut]
+    (tp, pp, sp), batching, options = CUTS[dist.get_world_size()][cut]
     state = make_parallel_state(ParallelLayout(dist.get_world_size(), tp, pp, None, sp))
     shape = read_shape(folder)
     samples = make_samples()[state.at.dp :: state.layout.data_parallel_size]
     figures: dict[str, Any] = {}
     for optimizer, lr in (("sgd", 0.1), ("adam", 1e-3)):
+        if optimizer == "sgd" and options is OVERLAP:
+            continue  # parameters are gathered by the distributed optimizer only
         actor = build_actor(
             shape,
             state,
@@ -110,6 +123,7 @@ def run_cut(cut: str, family: str, tied: bool, folder: str, hf: Any, tensors: Pa
             optimizer=optimizer,
             clip_grad=0.7,
             ddp_bucket_size=20000,
+            **options,
         )
         prefix = f"{family}/{cut}/{optimizer}"
         if optimizer == "sgd":
@@ -139,6 +153,38 @@ def run_cut(cut: str, family: str, tied: bool, folder: str, hf: Any, tensors: Pa
     return figures
 
 
+def schedules(folder: str) -> dict[str, Any]:
+    """Learning rates of six updates: warm-up 2, then constant, linear and cosine until update 6; and a bf16 actor."""
+    state = make_parallel_state(ParallelLayout(1))
+    figures: dict[str, Any] = {}
+    for style in ("constant", "linear", "cosine"):
+        actor = build_actor(
+            read_shape(folder),
+            state,
+            folder,
+            torch.float32,
+            torch.device("cpu"),
+            lr=1e-3,
+            total_updates=6,
+            min_lr=1e-4,
+            lr_warmup_iters=2,
+            lr_decay_style=style,
+        )
+        samples = make_samples()[:2]
+        figures[f"lr/{style}"] = [train_step(actor, samples, loss, Batching(2))["lr"] for _ in range(6)]
+    actor = build_actor(
+        read_shape(folder), state, folder, torch.bfloat16, torch.device("cpu"), lr=1e-3, total_updates=3
+    )
+    before = [p.clone() for p in actor.model.parameters()]
+    steps = [train_step(actor, make_samples(), loss, Batching(4)) for _ in range(2)]
+    figures["bf16/loss"] = [step["loss"] for step in steps]
+    figures["bf16/grad_norm"] = [step["grad_norm"] for step in steps]
+    figures["bf16/changed"] = sum(
+        not torch.equal(a, b) for a, b in zip(before, actor.model.parameters(), strict=True)
+    ) / len(before)
+    return figures
+
+
 def main() -> None:
     out, tensors = sys.argv[1], Path(sys.argv[2])
     runtime.start(2)
@@ -146,10 +192,12 @@ def main() -> None:
     for family, tied in (("qwen3", True), ("llama", False)):
         box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(box, 0)
-        hf = make_hf_model(family, box[0] if dist.get_rank() == 0 else None, tied=tied)
+        hf = make_hf_model(family, box[0] if dist.get_rank() == 0 else None, tied=tied, kv_heads=4)
         dist.barrier()
         for cut in CUTS[dist.get_world_size()]:
             figures |= run_cut(cut, family, tied, box[0], hf, tensors)
+        if dist.get_world_size() == 1 and family == "llama":
+            figures |= schedules(box[0])
     record(figures, out)
     runtime.stop()
 
