@@ -38,7 +38,7 @@ def assign_advantages(rollout: Rollout, group_size: int, normalise_by_std: bool)
 def make_loss(args: Arguments) -> LossFunction:
     """The clipped surrogate, plus KL to the reference, minus an entropy bonus: each a sum over tokens."""
     eps_clip, eps_clip_high = args.eps_clip, args.eps_clip_high
-    kl_coef, entropy_coef = args.kl_loss_coef, args.entropy_coef
+    use_kl_loss, kl_coef, entropy_coef = args.use_kl_loss, args.kl_loss_coef, args.entropy_coef
 
     def loss_function(
         log_probs: Tensor, entropy: Tensor, fields: dict[str, Tensor]
@@ -50,7 +50,7 @@ def make_loss(args: Arguments) -> LossFunction:
         total_entropy = (entropy * mask).sum()
         loss = loss - entropy_coef * total_entropy
         sums["entropy"] = total_entropy.detach()
-        if "ref_log_probs" in fields:
+        if use_kl_loss:
             kl = kl_k3(log_probs, fields["ref_log_probs"], mask)
             loss = loss + kl_coef * kl
             sums["ref_kl"] = kl.detach()

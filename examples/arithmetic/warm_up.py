@@ -8,6 +8,7 @@ the loss. OUT_DIR is then an ordinary Hugging Face folder.
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,9 @@ def main() -> None:
     tokenizer = load_tokenizer(str(options.tokenizer_dir))
     samples = read_samples(options.data_dir / "warmup.jsonl", tokenizer)
     if not 1 <= options.batch_size <= len(samples):
-        raise ValueError(f"--batch-size {options.batch_size}: it must lie in 1 to {len(samples)}, the problems there are")
+        raise ValueError(
+            f"--batch-size {options.batch_size}: it must lie in 1 to {len(samples)}, the problems there are"
+        )
     shape_dir = options.out_dir.with_name(options.out_dir.name + ".shape")
     if state.rank == 0:
         write_config(shape_dir, tokenizer, options.num_layers, options.hidden_size)
@@ -141,6 +144,7 @@ def main() -> None:
     loss = teach(actor, samples, options.steps, options.batch_size, options.seed)
     save_hf(actor.model, actor.shape, state, shape_dir, options.out_dir, tokenizer_files(options.tokenizer_dir))
     if state.rank == 0:
+        shutil.rmtree(shape_dir)
         print(f"warm-up: {options.steps} supervised steps, loss {loss:.3f} nats a token, model in {options.out_dir}")
     runtime.stop()
 

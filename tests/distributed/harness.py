@@ -5,6 +5,7 @@ Worker side: `record(figures)` on every rank; rank 0 writes one JSON file. Test 
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,16 +32,24 @@ def environment() -> dict[str, str]:
 def torchrun(nproc: int, command: list[str], timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script under torchrun on this host; output comes back as text, also when it fails."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), *command]
-    return subprocess.run(
+    process = subprocess.Popen(
         line,
         env={**environment(), **env},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
-        check=False,
+        start_new_session=True,
     )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the workers too, not torchrun alone
+        output, _ = process.communicate()
+        raise RuntimeError(
+            f"{command[0]} on {nproc} ranks was still running after {timeout} s:\n{output[-8000:]}"
+        ) from None
+    return subprocess.CompletedProcess(line, process.returncode, output)
 
 
 def launch(worker: str, nproc: int, out: Path, *args: str, timeout: float = 300) -> dict[str, Any]:

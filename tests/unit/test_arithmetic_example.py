@@ -1,4 +1,4 @@
-"""The demo's problems and tokenizer, made small."""
+"""The demo's problems, tokenizer, model sizes and closing lines, made small."""
 
 import json
 import random
@@ -9,8 +9,9 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 from transformers import Qwen3Config
 
-from examples.arithmetic import make_data, make_tokenizer
+from examples.arithmetic import make_data, make_tokenizer, summary, warm_up
 from moebius.data import Column, load_prompts, read_jsonl, text_fault
+from moebius.models.shape import check_fits, read_shape
 from moebius.tokenizer import load_tokenizer, stop_token_ids
 
 
@@ -109,3 +110,61 @@ def test_files_are_what_the_loaders_want(tmp_path: Path) -> None:
     columns = [Column("prompt", "--input-key", text_fault), Column("response", "--label-key", text_fault)]
     assert len(read_jsonl(str(tmp_path / "warmup.jsonl"), columns, "--prompt-data")) == 30
     assert stop_token_ids(tokenizer, str(tmp_path)) == [2]
+
+
+def test_the_model_fits_its_tokenizer_and_both_layouts(tmp_path: Path) -> None:
+    make_data.make_data(tmp_path, range(10), warmup_rows=30, rl_rows=30, eval_rows=20)
+    tokenizer = make_tokenizer.make_tokenizer(tmp_path / "warmup.jsonl", tmp_path / "tokenizer")
+    warm_up.write_config(tmp_path, tokenizer)
+    shape = read_shape(tmp_path)
+    check_fits(shape, 1, 1, 2)
+    assert (shape.family, shape.tied, shape.qk_layernorm, shape.vocab_size) == ("qwen3", True, True, len(tokenizer))
+    assert 4e5 < shape.num_parameters < 5e5
+    warm_up.write_config(tmp_path, tokenizer, num_layers=2, hidden_size=256)
+    larger = read_shape(tmp_path)
+    assert (larger.num_layers, larger.hidden_size, larger.ffn_hidden_size) == (2, 256, 512)
+    assert (larger.num_attention_heads, larger.num_query_groups, larger.head_dim) == (8, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 96}, "--hidden-size 96: it must be a multiple of 64"),
+        ({"hidden_size": 0}, "--hidden-size 0: it must be a multiple of 64"),
+        ({"num_layers": 0}, "--num-layers 0: it must be at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        warm_up.write_config(tmp_path / "model", [], **sizes)
+    assert not (tmp_path / "model").exists()
+
+
+def test_worked_problems_end_with_the_end_token(tmp_path: Path) -> None:
+    make_data.make_data(tmp_path, range(10), warmup_rows=30, rl_rows=30, eval_rows=20)
+    tokenizer = make_tokenizer.make_tokenizer(tmp_path / "warmup.jsonl", tmp_path)
+    samples = warm_up.read_samples(tmp_path / "warmup.jsonl", tokenizer)
+    assert len(samples) == 30
+    for sample, row in zip(samples, rows_of(tmp_path / "warmup.jsonl"), strict=True):
+        assert tokenizer.decode(list(sample.prompt_ids)) == row["prompt"]
+        assert tokenizer.decode(list(sample.response_ids)) == row["response"] + "</s>"
+
+
+def test_three_lines_say_what_the_run_did(tmp_path: Path) -> None:
+    steps = [
+        {"step": 0, "eval/accuracy": 0.4189, "eval/n": 1000.0, "switch/bytes_moved": 0},
+        {"step": 1, "switch/bytes_moved": 7},
+        {"step": 2, "eval/accuracy": 0.921, "eval/n": 1000.0},
+    ]
+    (tmp_path / "arguments.json").write_text('{"eval_temperature": 1.0}')
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("\n".join(map(json.dumps, steps)))
+    happened, where, following = summary.summary(tmp_path, 118).splitlines()
+    for part in ("0.42 -> 0.92", "temperature 1)", "1000 problems", "2 steps", "118 s", "7 bytes"):
+        assert part in happened
+    assert all(f"{tmp_path}/{name}" in where for name in ("curves.png", "metrics.jsonl", "hf"))
+    assert "--debug-permute-rewards" in following
+
+    metrics.write_text("\n".join(map(json.dumps, steps[:2])))
+    with pytest.raises(ValueError, match="1 evaluations, at least 2"):
+        summary.summary(tmp_path, 118)
