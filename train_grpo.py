@@ -112,10 +112,12 @@ def main() -> None:
     sampler = PromptSampler(len(prompts), args.rollout_batch_size, args.rollout_seed, args.rollout_shuffle)
     rewards = make_reward_pool(args.rm_type, args.custom_rm_path, args.rm_workers, args.rm_timeout)
     sampling, eval_sampling = setup.make_sampling(args, tokenizer)
+    rewards.wait_until_ready()
+    setup.open_run_folder(args, state)
+    logger = setup.make_logger(args, state)
     actor = setup.make_actor(args, shape, state, device)
     reference = setup.make_reference(args, actor)
     engine = setup.make_engine(args, actor)
-    logger = setup.make_logger(args, state)
 
     for step in range(args.num_rollout):
         timer, metrics = Timer(), {}

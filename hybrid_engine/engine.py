@@ -2,17 +2,20 @@
 
 import gc
 import json
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 from hybrid_engine import vllm_adapter as vllm
 from hybrid_engine.host_state import host_state_kept
@@ -87,6 +90,11 @@ def memory_in_use(device: torch.device) -> int:
     import psutil
 
     return psutil.Process().memory_info().rss
+
+
+def _bar() -> Callable[..., Any]:
+    """vLLM's progress bar for a generation that takes longer than 2 seconds; twice a minute in a log file."""
+    return partial(tqdm, leave=False, delay=2, mininterval=0.1 if sys.stderr.isatty() else 30.0)
 
 
 def _kv_cache_bytes(wanted: int | None, device: torch.device) -> tuple[int, float]:
@@ -191,7 +199,7 @@ class HybridEngine:
         ]
         prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
         with host_state_kept():
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            outputs = self._llm.generate(prompts, params, use_tqdm=_bar() if self._rank == 0 else False)
         return [_generation(output) for output in outputs]
 
     def certify(self) -> list[dict[str, Any]]:

@@ -63,15 +63,20 @@ def longest_sequence(args: Arguments) -> int:
 
 
 def start_run(args: Arguments) -> tuple[ParallelState, ModelShape, torch.device]:
-    """Checks the arguments, joins the other processes, makes both grids' groups and the run folder."""
+    """Checks the arguments, joins the other processes and makes both grids' groups."""
     layout, shape = check(args, int(os.environ.get("WORLD_SIZE", "1")))
     device = runtime.start(args.distributed_timeout_minutes)
     state = make_parallel_state(layout)
     if state.rank == 0:
-        Path(args.save).mkdir(parents=True, exist_ok=True)
-        save_arguments(args, Path(args.save))
         print(layout.meshes(), flush=True)
     return state, shape, device
+
+
+def open_run_folder(args: Arguments, state: ParallelState) -> None:
+    """Makes the run folder with its arguments.json, once all input has been checked: refused runs write nothing."""
+    if state.rank == 0:
+        Path(args.save).mkdir(parents=True, exist_ok=True)
+        save_arguments(args, Path(args.save))
 
 
 def make_actor(args: Arguments, shape: ModelShape, state: ParallelState, device: torch.device) -> Actor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from moebius.actor import Actor
 from moebius.batches import MicroBatch, Sample, bins_needed, make_micro_batch, plan_micro_batches
 from moebius.log_probs import vocab_parallel_log_probs
+from moebius.metrics import progress
 from parallel_state.groups import ParallelState
 
 # (log_probs [n], entropy [n], fields of [n]) -> (loss summed over tokens, sums over tokens for metrics)

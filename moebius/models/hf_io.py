@@ -284,6 +284,7 @@ def save_hf(
         held[name] = tensor
         if name == files[written][-1]:
             save_file(held, partial / names[written], metadata={"format": "pt"})
+            (partial / names[written]).chmod(0o644)  # safetensors makes files that only their owner can read
             held, written = {}, written + 1
     if state.rank == 0:
         if len(files) > 1:

@@ -1,6 +1,8 @@
 """SmolLM2's real weights in trainer, engine and transformers, over training TP1 x DP3 and rollout TP3, in fp32.
 
     smollm2.py OUT.json MODEL_FOLDER QUESTION ...
+
+Every question is answered twice, greedily and sampled; each rank scores its share of the sampled answers.
 """
 
 import sys
