@@ -70,7 +70,10 @@ def _run(
     stages = layout.pipeline_model_parallel_size
     multiple = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
     plan = _plan(samples, batching, actor.state, actor.device)
-    batches = (make_micro_batch([samples[i] for i in group], actor.device, batching.packed, multiple) for group in plan)
+    batches = (
+        make_micro_batch([samples[i] for i in group], actor.device, batching.packed, multiple)
+        for group in progress(plan, len(plan), "log-probs" if forward_only else "update")
+    )
 
     def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Any]:
         batch: MicroBatch = next(iterator)
