@@ -21,7 +21,7 @@ def summary(run: Path, seconds: int) -> str:
     if len(evaluations) < 2:
         raise ValueError(f"{path}: {len(evaluations)} evaluations, at least 2 are needed")
     first, last = evaluations[0], evaluations[-1]
-    arguments = json.loads((run / "arguments.json").read_text(encoding="utf-8"))
+    arguments = json.loads((run / "arguments.json").read_text(encoding="utf-8"))["arguments"]
     moved = sum(row.get("switch/bytes_moved", 0) for row in rows)
     control = "RUN=runs/control bash launch/demo.sh --debug-permute-rewards"
     return (
