@@ -10,6 +10,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import Qwen3Config
 
 from examples.arithmetic import make_data, make_tokenizer, summary, warm_up
+from moebius.arguments import Arguments, resolve, save_arguments
 from moebius.data import Column, load_prompts, read_jsonl, text_fault
 from moebius.models.shape import check_fits, read_shape
 from moebius.tokenizer import load_tokenizer, stop_token_ids
@@ -156,7 +157,9 @@ def test_three_lines_say_what_the_run_did(tmp_path: Path) -> None:
         {"step": 1, "switch/bytes_moved": 7},
         {"step": 2, "eval/accuracy": 0.921, "eval/n": 1000.0},
     ]
-    (tmp_path / "arguments.json").write_text('{"eval_temperature": 1.0}')
+    save_arguments(
+        resolve(Arguments(hf_checkpoint="m", prompt_data="p", rm_type="math", eval_temperature=1.0)), tmp_path
+    )
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("\n".join(map(json.dumps, steps)))
     happened, where, following = summary.summary(tmp_path, 118).splitlines()
