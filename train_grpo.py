@@ -108,7 +108,7 @@ def main() -> None:
     args = parse_arguments()
     state, shape, device = setup.start_run(args)
     tokenizer = load_tokenizer(args.hf_checkpoint)
-    prompts, eval_prompts = setup.load_data(args, tokenizer)
+    prompts, eval_prompts = setup.load_data(args, tokenizer, shape)
     sampler = PromptSampler(len(prompts), args.rollout_batch_size, args.rollout_seed, args.rollout_shuffle)
     rewards = make_reward_pool(args.rm_type, args.custom_rm_path, args.rm_workers, args.rm_timeout)
     sampling, eval_sampling = setup.make_sampling(args, tokenizer)

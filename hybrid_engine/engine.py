@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ class EngineOptions:
     kv_cache_bytes: int | None = None
     enforce_eager: bool = False
     seed: int = 0
-    block_size: int = 32
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,10 @@ class Generation:
 
 @dataclass
 class SwitchRecord:
-    """One wake-up and the sleep after it: seconds, bytes of weights, and device memory in use (bytes) afterwards."""
+    """One wake-up and the sleep after it: seconds, bytes of weights, and device memory in use (bytes) afterwards.
+
+    `bytes_moved` is what vLLM's live parameters hold beyond the views and copies of this rank's own training shard.
+    """
 
     wake_seconds: float = 0.0
     sleep_seconds: float = 0.0
@@ -92,9 +93,16 @@ def memory_in_use(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
-def _bar() -> Callable[..., Any]:
-    """vLLM's progress bar for a generation that takes longer than 2 seconds; twice a minute in a log file."""
-    return partial(tqdm, leave=False, delay=2, mininterval=0.1 if sys.stderr.isatty() else 30.0)
+class _LateBar(tqdm):
+    """vLLM's progress bar, for generations that take longer than 2 seconds; twice a minute in a log file."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        slow = 0.1 if sys.stderr.isatty() else 30.0
+        super().__init__(*args, leave=False, delay=2, mininterval=slow, **kwargs)
+
+    def refresh(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM refreshes by hand, which passes over the delay
+        return super().refresh(*args, **kwargs) if time.time() - self.start_t > self.delay else None
 
 
 def _kv_cache_bytes(wanted: int | None, device: torch.device) -> tuple[int, float]:
@@ -150,6 +158,7 @@ class HybridEngine:
         made, wanted = vllm.rollout_group_ranks(), state.layout.rollout_tensor_parallel_ranks()[state.at.rollout_dp]
         assert made == wanted, f"vLLM's TP group is {made}, the layout says {wanted}"
         self.certify()
+        self._bytes_needed = sum(parameter.nbytes for parameter in self.model.parameters())
         self._sleep()
 
     @property
@@ -161,7 +170,7 @@ class HybridEngine:
     def rollout(self) -> Iterator["HybridEngine"]:
         """The engine is awake inside: weights current, KV cache allocated, prefix cache empty."""
         record = SwitchRecord(
-            bytes_moved=self.plan.bytes_moved,
+            bytes_moved=self._bytes_needed - self.plan.bytes_aliased - self.plan.bytes_copied,
             bytes_aliased=self.plan.bytes_aliased,
             bytes_copied=self.plan.bytes_copied,
         )
@@ -199,7 +208,7 @@ class HybridEngine:
         ]
         prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
         with host_state_kept():
-            outputs = self._llm.generate(prompts, params, use_tqdm=_bar() if self._rank == 0 else False)
+            outputs = self._llm.generate(prompts, params, use_tqdm=_LateBar if self._rank == 0 else False)
         return [_generation(output) for output in outputs]
 
     def certify(self) -> list[dict[str, Any]]:
@@ -247,7 +256,8 @@ class HybridEngine:
         else:
             vllm.rebuild_kv_cache(self._llm)
         # keys and values of the old weights must not be found again
-        self._llm.reset_prefix_cache()
+        reset = self._llm.reset_prefix_cache()
+        assert reset, "the engine still holds blocks of unfinished requests"
 
     def _sleep(self) -> None:
         if self.device.type == "cuda":
@@ -262,7 +272,7 @@ def _start_vllm(
     folder: Path, state: ParallelState, tensors: dict[str, Tensor], options: EngineOptions, device: torch.device
 ) -> Any:
     on_cpu = device.type == "cpu"
-    vllm.set_environment()
+    vllm.set_environment(tensors)
     job = [uuid.uuid4().hex]
     dist.broadcast_object_list(job, src=0)
     vllm.prepare_process(json.loads((folder / "config.json").read_text())["architectures"][0], on_cpu, job[0])
@@ -272,7 +282,7 @@ def _start_vllm(
         # a prompt cut into chunks cannot use a seeded generator on CPU
         {
             "enforce_eager": True,
-            "block_size": options.block_size,
+            "block_size": 32,  # the CPU backend takes multiples of 32
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(options.max_model_len, 8192),
         }

@@ -68,7 +68,7 @@ class LocalCopy:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What one rank does so that its engine shard exists. Nothing in it crosses ranks: `bytes_moved` is 0 by design."""
+    """What one rank does so that its engine shard exists. Nothing in it crosses ranks."""
 
     views: tuple[View, ...]
     copies: tuple[LocalCopy, ...]
@@ -80,10 +80,6 @@ class ReshardPlan:
     @property
     def bytes_copied(self) -> int:
         return sum(copy.num_bytes for copy in self.copies)
-
-    @property
-    def bytes_moved(self) -> int:
-        return 0
 
 
 def plan_reshard(parameters: Sequence[ParameterMeta], blocks: int, block: int) -> ReshardPlan:

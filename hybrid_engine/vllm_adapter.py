@@ -3,8 +3,10 @@
 vLLM is imported inside the functions: a checkpoint writer that re-imports a script should not pay for it.
 """
 
+import hashlib
 import importlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,20 @@ PRIVATE_NAMES_CPU: tuple[tuple[str, str], ...] = (
 )
 
 
-def set_environment() -> None:
-    """Settings that vLLM reads at import; what the user has set stays."""
+def set_environment(tensors: Mapping[str, Tensor]) -> None:
+    """Settings that vLLM reads at import; what the user has set stays.
+
+    vLLM keys its compiled code by sizes, but a view's strides depend on the layout, and code compiled for one stride
+    reads another wrongly without a word: each set of strides gets a cache folder of its own.
+    """
+    strides = repr(sorted((name, tensor.stride()) for name, tensor in tensors.items()))
+    root = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/moebius/vllm")).expanduser()
+    os.environ["VLLM_CACHE_ROOT"] = str(root / f"views-{hashlib.sha256(strides.encode()).hexdigest()[:12]}")
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
-        # compiled code is cached by shapes, but views have other strides than vLLM's own tensors
-        "VLLM_CACHE_ROOT": str(Path("~/.cache/moebius/vllm").expanduser()),
         # vLLM's own sampler is what was tested, whether FlashInfer is installed or not
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }

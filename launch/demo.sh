@@ -11,12 +11,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # What `make setup` made comes first, where it is.
 if [ -x .venv/bin/torchrun ]; then export PATH="$PWD/.venv/bin:$PATH"; fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-# One thread a process and the loopback interface suit one host; what libraries say about absent GPU packages does not.
+# One thread a process and the loopback interface suit one host; what libraries say about absent GPUs does not help.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-export TORCH_LOGS=${TORCH_LOGS:--torch._library.triton}
 
 RUN=${RUN:-runs/demo}
 START=$RUN/start

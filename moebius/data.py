@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FAULTS_SHOWN = 10
+REWARD_ARGUMENTS = ("prompt", "response", "label")  # a reward function gets these by name, other columns beside them
 
 
 @dataclass(frozen=True)
@@ -177,11 +178,13 @@ def load_prompts(
     apply_chat_template: bool,
     max_prompt_len: int,
     flag: str = "--prompt-data",
+    vocab_size: int | None = None,
 ) -> list[Prompt]:
     """Read, check and tokenize every row of a jsonl file.
 
     The input column holds a text or a list of {role, content} messages; with `apply_chat_template` a text is
-    one user message. `max_prompt_len` bounds the templated ids. `flag` is the option that named the file.
+    one user message. `max_prompt_len` bounds the templated ids, `vocab_size` the ids themselves. `flag` is the
+    option that named the file.
 
     Raises ValueError for an unreadable or empty file, for faulty rows, for rows that the template refuses or that
     give no token, for rows longer than `max_prompt_len`, and for a template that the tokenizer does not have.
@@ -209,9 +212,11 @@ def load_prompts(
             continue
         if not ids:
             faults.append(f"row {line}: the prompt has no token")
+        elif vocab_size is not None and max(ids) >= vocab_size:
+            faults.append(f"row {line}: token id {max(ids)} is outside the model's vocabulary of {vocab_size}")
         if len(ids) > max_prompt_len:
             overlong.append(f"row {line}: {len(ids)} tokens")
-        metadata = {key: value for key, value in row.items() if key not in (input_key, label_key)}
+        metadata = {key: value for key, value in row.items() if key not in {input_key, label_key, *REWARD_ARGUMENTS}}
         prompts.append(Prompt(index, ids, text, normalize_label(row[label_key]), metadata))
     _refuse(f"{flag} {path}: {len(faults)} of {len(rows)} rows cannot be tokenized", faults)
     _refuse(

@@ -48,7 +48,7 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor) -> Tensor
 
     Schulman 2020, "Approximating KL divergence". Shapes: [tokens] each.
     """
-    difference = torch.where(loss_mask > 0, ref_log_probs - log_probs, 0.0)
+    difference = torch.where(loss_mask > 0, ref_log_probs - log_probs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return ((difference.exp() - 1 - difference) * loss_mask).sum()
 
 

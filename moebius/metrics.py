@@ -173,6 +173,9 @@ def _console_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> 
     parts = [f"step {step}/{total_steps}"]
     for part in CONSOLE:
         parts.append(" ".join(text.format(metrics[key]) for key, text in part if key in metrics))
+    lost = metrics.get("reward/timeouts", 0) + metrics.get("reward/errors", 0)
+    if lost:
+        parts.append(f"{lost:.0f} rewards timed out or failed")
     if "switch/bytes_moved" in metrics:
         parts.append(f"{_bytes(metrics['switch/bytes_moved'])} moved")
     memory = [value for key, value in metrics.items() if key.startswith("memory/") and key.endswith("/allocated")]

@@ -164,4 +164,5 @@ def evaluate(
         "eval/accuracy": total["reward"] / total["n"],
         "eval/n": total["n"],
         "eval/reward_timeouts": total["timeouts"],
+        "eval/reward_errors": total["errors"],
     }

@@ -25,7 +25,7 @@ def _quiet() -> None:
 
 
 def start(timeout_minutes: float = 10.0) -> torch.device:
-    """Joins the processes that torchrun or srun started; returns this rank's device.
+    """Joins the processes that torchrun started; returns this rank's device.
 
     Args:
         timeout_minutes: how long a collective may take (--distributed-timeout-minutes).

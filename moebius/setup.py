@@ -1,7 +1,8 @@
-"""Set-up of a run, one call for each noun of the script. Everything that can be refused is refused in `start_run`."""
+"""Set-up of a run, one call for each noun of the script. What can be refused is refused before a weight is read."""
 
 import os
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from moebius.arguments import Arguments, save_arguments, validate
 from moebius.data import Prompt, load_prompts
 from moebius.metrics import MetricsLogger
 from moebius.models.binding import engine_parameters
-from moebius.models.hf_io import HFReader, check_names, save_hf
+from moebius.models.hf_io import HFReader, check_names, save_hf, unused_name
 from moebius.models.shape import ModelShape, check_fits, read_shape
 from moebius.rollout import Sampling
 from moebius.tokenizer import stop_token_ids, tokenizer_files
@@ -51,10 +52,25 @@ def check(args: Arguments, world_size: int) -> tuple[ParallelLayout, ModelShape]
             "without a prompt: it must be at least their number"
         )
     if not args.random_init:
-        reader = HFReader(args.hf_checkpoint)
-        check_names(reader, shape)
-        reader.close()
+        _check_weights(args.hf_checkpoint, shape, "--hf-checkpoint")
+    if args.use_kl_loss and args.ref_load != args.hf_checkpoint:
+        if read_shape(args.ref_load, "--ref-load") != shape:
+            raise ValueError(
+                f"--ref-load {args.ref_load}: its config.json describes another model than --hf-checkpoint's"
+            )
+        _check_weights(args.ref_load, shape, "--ref-load")
+    if any(token >= shape.vocab_size for token in args.rollout_stop_token_ids or ()):
+        raise ValueError(
+            f"--rollout-stop-token-ids {args.rollout_stop_token_ids}: ids must be below the model's vocabulary size "
+            f"{shape.vocab_size}"
+        )
     return layout, shape
+
+
+def _check_weights(folder: str, shape: ModelShape, flag: str) -> None:
+    reader = HFReader(folder, flag)
+    check_names(reader, shape)
+    reader.close()
 
 
 def longest_sequence(args: Arguments) -> int:
@@ -66,7 +82,7 @@ def start_run(args: Arguments) -> tuple[ParallelState, ModelShape, torch.device]
     """Checks the arguments, joins the other processes and makes both grids' groups."""
     layout, shape = check(args, int(os.environ.get("WORLD_SIZE", "1")))
     device = runtime.start(args.distributed_timeout_minutes)
-    state = make_parallel_state(layout)
+    state = make_parallel_state(layout, timedelta(minutes=args.distributed_timeout_minutes))
     if state.rank == 0:
         print(layout.meshes(), flush=True)
     return state, shape, device
@@ -75,8 +91,11 @@ def start_run(args: Arguments) -> tuple[ParallelState, ModelShape, torch.device]
 def open_run_folder(args: Arguments, state: ParallelState) -> None:
     """Makes the run folder with its arguments.json, once all input has been checked: refused runs write nothing."""
     if state.rank == 0:
-        Path(args.save).mkdir(parents=True, exist_ok=True)
-        save_arguments(args, Path(args.save))
+        folder = Path(args.save)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "arguments.json").exists():
+            (folder / "arguments.json").rename(unused_name(folder / "arguments.json"))
+        save_arguments(args, folder)
 
 
 def make_actor(args: Arguments, shape: ModelShape, state: ParallelState, device: torch.device) -> Actor:
@@ -133,13 +152,13 @@ def make_engine(args: Arguments, actor: Actor) -> HybridEngine:
     return engine
 
 
-def load_data(args: Arguments, tokenizer: Any) -> tuple[list[Prompt], list[Prompt]]:
+def load_data(args: Arguments, tokenizer: Any, shape: ModelShape) -> tuple[list[Prompt], list[Prompt]]:
     """Training and evaluation prompts (none without --eval-prompt-data), checked and tokenized."""
     keys = (args.input_key, args.label_key, args.apply_chat_template, args.rollout_max_prompt_len)
-    prompts = load_prompts(args.prompt_data, tokenizer, *keys)
+    prompts = load_prompts(args.prompt_data, tokenizer, *keys, vocab_size=shape.vocab_size)
     if args.eval_prompt_data is None:
         return prompts, []
-    return prompts, load_prompts(args.eval_prompt_data, tokenizer, *keys, flag="--eval-prompt-data")
+    return prompts, load_prompts(args.eval_prompt_data, tokenizer, *keys, "--eval-prompt-data", shape.vocab_size)
 
 
 def make_sampling(args: Arguments, tokenizer: Any) -> tuple[Sampling, Sampling]:

@@ -1,5 +1,6 @@
 """Forward and backward passes over micro-batches: scoring samples, and one optimizer step."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +131,8 @@ def train_step(
         on every rank: `loss`, `grad_norm`, `lr`, `tokens` (trained on, whole world) and the means over those tokens of
         what `loss_function` summed. With no token to train on the step is skipped: weights, moments and schedule stay
         as they are, and `skipped` is 1.
+    Raises:
+        RuntimeError: on every rank, when the gradient norm is not finite.
     """
     tokens = torch.tensor(sum(s.num_loss_tokens for s in samples), device=actor.device)
     dist.all_reduce(tokens, group=actor.state.dp)
@@ -140,6 +143,10 @@ def train_step(
     actor.optimizer.zero_grad()
     results = _run(actor, samples, batching, partial(_normalised, actor, loss_function, batching, total), False)
     _, grad_norm, _ = actor.optimizer.step()
+    if not math.isfinite(grad_norm):
+        raise RuntimeError(
+            f"the gradient norm is {float(grad_norm)}: a loss or a weight is not finite, nothing is saved"
+        )
     lr = actor.scheduler.get_lr(actor.optimizer.param_groups[0])
     actor.scheduler.step(1)
     sums = _world_sums([sums for _, sums in results], actor)
@@ -184,7 +191,8 @@ def mismatch_metrics(samples: Sequence[Sample], actor: Actor) -> dict[str, float
         old = torch.cat([s.old_log_probs for s in samples if s.old_log_probs is not None]).double()
         engine = torch.tensor([x for s in samples for x in s.rollout_log_probs], dtype=torch.float64)
         gaps = (old - engine).abs()
-        counts += torch.tensor([gaps.sum(), gaps.numel(), sum(s.num_tokens for s in samples)], device=actor.device)
+        sums = [gaps.sum(), gaps.numel(), sum(s.num_tokens for s in samples)]
+        counts += torch.tensor(sums, dtype=torch.float64, device=actor.device)
         largest += gaps.max().to(actor.device)
     dist.all_reduce(counts)
     dist.all_reduce(largest, dist.ReduceOp.MAX)

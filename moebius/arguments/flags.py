@@ -18,6 +18,10 @@ class Rule(NamedTuple):
 POSITIVE = Rule("be at least 1", lambda v: v >= 1)
 NOT_NEGATIVE = Rule("be at least 0", lambda v: v >= 0)
 ABOVE_ZERO = Rule("be above 0", lambda v: v > 0)
+SAMPLING = Rule("be at least 0.01, the lowest that vLLM samples at", lambda v: v >= 0.01)
+GREEDY_OR_SAMPLING = Rule(
+    "be 0 (greedy) or at least 0.01, the lowest that vLLM samples at", lambda v: v == 0 or v >= 0.01
+)
 DECAY = Rule("lie in [0, 1)", lambda v: 0 <= v < 1)
 CLIP = Rule("lie in (0, 1)", lambda v: 0 < v < 1)
 SHARE = Rule("lie in (0, 1]", lambda v: 0 < v <= 1)
@@ -119,7 +123,7 @@ class Arguments:
     num_rollout: int = flag(100, "steps of the run; each generates once", "rollout", rule=POSITIVE)
     rollout_batch_size: int = flag(32, "prompts of one step over all ranks", "rollout", rule=POSITIVE)
     n_samples_per_prompt: int = flag(8, "responses to each prompt: the group", "rollout", rule=POSITIVE)
-    rollout_temperature: float = flag(1.0, "sampling temperature, in log-probs as well", "rollout", rule=ABOVE_ZERO)
+    rollout_temperature: float = flag(1.0, "sampling temperature, in log-probs as well", "rollout", rule=SAMPLING)
     rollout_top_p: float = flag(1.0, "only 1 (all tokens) can be trained on yet", "rollout", rule=SHARE)
     rollout_top_k: int = flag(-1, "only -1 (all tokens) can be trained on yet", "rollout", rule=TOP_K)
     rollout_max_prompt_len: int = flag(512, "longest prompt in tokens", "rollout", rule=POSITIVE)
@@ -165,7 +169,9 @@ class Arguments:
     rollout_shuffle: bool = flag(False, "new order of the prompts in each epoch", "data")
     eval_prompt_data: str | None = flag(None, "jsonl file to evaluate on", "data", rule=NOT_EMPTY)
     eval_interval: int | None = flag(None, "steps between evaluations", "data", rule=POSITIVE)
-    eval_temperature: float = flag(0.0, "sampling temperature of evaluations; 0 is greedy", "data", rule=NOT_NEGATIVE)
+    eval_temperature: float = flag(
+        0.0, "sampling temperature of evaluations; 0 is greedy", "data", rule=GREEDY_OR_SAMPLING
+    )
     eval_max_response_len: int | None = flag(
         None, "longest response in evaluations (default: --rollout-max-response-len)", "data", rule=POSITIVE
     )

@@ -60,10 +60,15 @@ def local_weights(model: Any, shape: ModelShape, state: ParallelState) -> Iterat
 
 
 class HFReader:
-    """The tensors of a Hugging Face folder, opened lazily and read in slices."""
+    """The tensors of a Hugging Face folder, opened lazily and read in slices.
 
-    def __init__(self, folder: str | Path) -> None:
+    Raises:
+        ValueError: naming `flag`, the folder and the file, when a file is missing or broken.
+    """
+
+    def __init__(self, folder: str | Path, flag: str = "--hf-checkpoint") -> None:
         self.folder = Path(folder)
+        self.where = f"{flag} {folder}"
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
         index = self.folder / _INDEX
@@ -72,15 +77,16 @@ class HFReader:
         elif (self.folder / _SINGLE).is_file():
             self.file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
         else:
-            raise ValueError(
-                f"--hf-checkpoint {folder}: neither {_INDEX} nor {_SINGLE} is in it (only safetensors are read)"
-            )
+            raise ValueError(f"{self.where}: neither {_INDEX} nor {_SINGLE} is in it (only safetensors are read)")
 
     def _handle(self, name: str) -> Any:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(str(self.folder / name), framework="pt"))
+            try:
+                self._open[name] = self._stack.enter_context(safe_open(str(self.folder / name), framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{self.where}: {name} cannot be read: {error}") from error
         return self._open[name]
 
     def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None) -> Tensor:
@@ -120,7 +126,7 @@ def check_names(reader: HFReader, shape: ModelShape) -> None:
     ]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise ValueError(f"--hf-checkpoint {reader.folder}: does not match the {shape.family} table: {shown}")
+        raise ValueError(f"{reader.where}: does not match the {shape.family} table: {shown}")
 
 
 def _read_part(reader: HFReader, weight: Weight, part: int, shape: ModelShape, tp: int, index: int) -> Tensor:
@@ -254,6 +260,8 @@ def save_hf(
 ) -> None:
     """Writes `folder` as a Hugging Face model. Collective over the world; rank 0 writes, file by file, then renames.
 
+    A folder that is there already is kept as `folder.previous-N`.
+
     Args:
         source: the folder whose config.json describes the model.
         other_files: files copied unchanged (tokenizer, chat template, generation settings).
@@ -297,6 +305,15 @@ def save_hf(
         (partial / "config.json").write_text(json.dumps(config, indent=2))
         for file in other_files:
             shutil.copy(file, partial / file.name)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            folder.rename(unused_name(folder))
         partial.rename(folder)
     dist.barrier()
+
+
+def unused_name(path: Path) -> Path:
+    """Where something that stands in the way is kept: `path.previous-1`, or the next number that is free."""
+    number = 1
+    while (kept := path.with_name(f"{path.name}.previous-{number}")).exists():
+        number += 1
+    return kept

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 VOCAB_MULTIPLE = 64  # vLLM stores vocabularies padded to this, so the trainer does too: then rows are views
-FAMILIES = ("llama", "qwen3")
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Fields that change the arithmetic, and the values that mean "not used".
 _UNUSED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
@@ -53,27 +53,39 @@ class ModelShape:
         return self.num_layers * layer + self.vocab_size * self.hidden_size * (2 - self.tied) + self.hidden_size
 
 
-def read_shape(folder: str | Path) -> ModelShape:
-    """Reads `folder/config.json`.
+def read_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> ModelShape:
+    """Reads `folder/config.json`; `flag` is the option that named the folder.
 
     Raises:
-        ValueError: naming --hf-checkpoint when the family is unknown or a field asks for arithmetic that the
-            trainer does not do (quantised weights, RoPE scaling, sliding windows, ...).
+        ValueError: naming the flag when the file is missing or broken, the family is unknown, or a field asks for
+            arithmetic that the trainer does not do (quantised weights, RoPE scaling, sliding windows, ...).
     """
-    path = Path(folder) / "config.json"
+    path, where = Path(folder) / "config.json", f"{flag} {folder}"
     if not path.is_file():
-        raise ValueError(f"--hf-checkpoint {folder}: there is no config.json in it")
-    config: dict[str, Any] = json.loads(path.read_text())
+        raise ValueError(f"{where}: there is no config.json in it")
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{where}: config.json cannot be read: {error}") from error
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(f"--hf-checkpoint {folder}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
+        raise ValueError(f"{where}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
+    if config.get("architectures") != [FAMILIES[family]]:
+        raise ValueError(f"{where}: architectures is {config.get('architectures')!r}, wanted {[FAMILIES[family]]!r}")
     rope = config.get("rope_parameters") or {}
     rope_type = rope.get("rope_type", "default")
     if rope_type != "default":
-        raise ValueError(f"--hf-checkpoint {folder}: rope_type {rope_type!r} is not supported, only 'default'")
+        raise ValueError(f"{where}: rope_type {rope_type!r} is not supported, only 'default'")
     for field, unused in _UNUSED.items():
         if config.get(field) not in unused:
-            raise ValueError(f"--hf-checkpoint {folder}: config.json sets {field} to {config[field]!r}: not supported")
+            raise ValueError(f"{where}: config.json sets {field} to {config[field]!r}: not supported")
+    try:
+        return _shape(family, config, rope)
+    except KeyError as error:
+        raise ValueError(f"{where}: config.json lacks {error.args[0]!r}") from error
+
+
+def _shape(family: str, config: dict[str, Any], rope: dict[str, Any]) -> ModelShape:
     heads = config["num_attention_heads"]
     return ModelShape(
         family=family,

@@ -16,6 +16,19 @@ from examples.arithmetic.make_data import make_data
 from examples.arithmetic.make_tokenizer import make_tokenizer
 
 CLOCK = ("time/", "memory/", "tokens_per_second/", "switch/seconds")
+FAILS = """
+import os
+
+calls = 0
+
+
+def fails(prompt, response, label, **metadata):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and calls > 8:
+        raise KeyError("on purpose")
+    return len(response)
+"""
 KEYS = (
     *("step", "reward/mean", "policy/approx_kl", "policy/ratio_mean", "rollout/prompt_tokens_computed"),
     *("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max"),
@@ -165,6 +178,8 @@ BAD = {
         ("--rollout-max-prompt-len 16", "512 positions"),
     ),
     "column": ({"label_key": "answer"}, ("--label-key", "answer", "found columns")),
+    "temperature": ({"rollout_temperature": 0.005}, ("--rollout-temperature 0.005", "at least 0.01")),
+    "reference": ({"use_kl_loss": True, "ref_load": "nowhere"}, ("--ref-load nowhere",)),
     "few rows": ({"rollout_batch_size": 5000, "global_batch_size": None}, ("--rollout-batch-size 5000", "rows")),
 }
 
@@ -198,10 +213,10 @@ def test_tp_that_does_not_fit_the_heads(folder: Path) -> None:
 
 
 def test_a_failing_rank_ends_the_job(folder: Path) -> None:
-    """A reward that raises on one rank at the second step: the job ends, and names function and item."""
-    reward = "import os\n\n\ndef fails(prompt, response, label, **metadata):\n    raise KeyError('on purpose')\n"
-    (folder / "fails.py").write_text(reward)
+    """A reward that raises on rank 1 alone, at the second step: the whole job ends, and says where it came from."""
+    (folder / "fails.py").write_text(FAILS)
     changes = {"custom_rm_path": f"{folder / 'fails.py'}:fails", "eval_prompt_data": None, "eval_interval": None}
     done = torchrun(2, flags(folder, "fails", **changes), timeout=120)
     assert done.returncode != 0
     assert "on purpose" in done.stdout and "fails" in done.stdout
+    assert [line["step"] for line in metrics(folder, "fails")] == [0]

@@ -86,7 +86,7 @@ def test_what_it_leaves_and_says(demo: tuple[Path, list[str]]) -> None:
     run, lines = demo
     for name in ("metrics.jsonl", "curves.png", "hf/config.json", "arguments.json"):
         assert (run / name).stat().st_size > 0, name
-    arguments = json.loads((run / "arguments.json").read_text())
+    arguments = json.loads((run / "arguments.json").read_text())["arguments"]
     assert arguments["tensor_model_parallel_size"] == 1
     starts = ("What happened: accuracy ", f"Where it is: curves in {run}/curves.png", "What to try next: ")
     assert [line.startswith(start) for line, start in zip(lines[-3:], starts, strict=True)] == [True] * 3

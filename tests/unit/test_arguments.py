@@ -110,7 +110,7 @@ def test_unknown_flags_name_the_nearest(argv: str, message: str, capsys: pytest.
         ("--rollout-batch-size 0", "--rollout-batch-size 0: it must be at least 1"),
         ("--global-batch-size 0", "--global-batch-size 0: it must be at least 1"),
         ("--micro-batch-size -2", "--micro-batch-size -2: it must be at least 1"),
-        ("--rollout-temperature 0", "--rollout-temperature 0.0: it must be above 0"),
+        ("--rollout-temperature 0", "--rollout-temperature 0.0: it must be at least 0.01"),
         ("--rollout-top-p 1.2", "--rollout-top-p 1.2: it must lie in (0, 1]"),
         ("--rollout-top-k 0", "--rollout-top-k 0: it must be at least 1, or -1"),
         ("--eps-clip 1", "--eps-clip 1.0: it must lie in (0, 1)"),

@@ -9,7 +9,7 @@ import torch
 from hybrid_engine.reshard import aliasing_certificate, engine_tensors, refresh_copies
 from hybrid_engine.reshard_plan import ParameterMeta, plan_reshard
 from moebius.models.blocks import fuse, unfuse
-from moebius.models.hf_io import plan_files
+from moebius.models.hf_io import HFReader, check_names, plan_files, unused_name
 from moebius.models.shape import ModelShape, check_fits, read_shape
 from moebius.models.tables import weights
 
@@ -36,6 +36,7 @@ def shape(**changes: object) -> ModelShape:
 def write_config(folder: Path, **changes: object) -> Path:
     config = {
         "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
         "num_hidden_layers": 4,
         "hidden_size": 48,
         "intermediate_size": 96,
@@ -65,6 +66,7 @@ def test_explicit_head_dim_is_taken(tmp_path: Path) -> None:
     ("changes", "word"),
     [
         ({"model_type": "gpt2"}, "gpt2"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -122,7 +124,7 @@ def test_plan_aliases_every_byte_when_tp_widens() -> None:
     ]
     shards = [plan_reshard(metas, 2, block) for block in range(2)]
     for plan in shards:
-        assert plan.bytes_moved == 0 and plan.bytes_copied == 0 and not plan.copies
+        assert plan.bytes_copied == 0 and not plan.copies
     assert sum(plan.bytes_aliased for plan in shards) == 4 * (192 * 48 * 2 + 48 * 128 + 2 * 48)
 
 
@@ -140,7 +142,7 @@ def test_fewer_kv_heads_than_rollout_ranks_take_one_small_copy() -> None:
         head = block // 2
         wanted = torch.cat([q[block * 8 : block * 8 + 8], k[head * d : (head + 1) * d], v[head * d : (head + 1) * d]])
         assert torch.equal(engine["qkv"], wanted)
-        assert plan.bytes_copied == 16 * 4 and plan.bytes_moved == 0
+        assert plan.bytes_copied == 16 * 4
         before = engine["qkv"].data_ptr()
         trainer["q"] += 1
         refresh_copies(plan, trainer, engine)
@@ -160,3 +162,29 @@ def test_certificate_notices_a_parameter_that_left() -> None:
 
 def test_files_are_cut_by_size() -> None:
     assert plan_files({"a": 5, "b": 5, "c": 12, "d": 1}, 10) == [["a", "b"], ["c"], ["d"]]
+
+
+def test_broken_model_folders_get_a_message(tmp_path: Path) -> None:
+    """A config that is cut off or lacks a field, and weights that are missing or no safetensors file."""
+    write_config(tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config[:40])
+    with pytest.raises(ValueError, match=r"--ref-load .*config.json cannot be read"):
+        read_shape(tmp_path, "--ref-load")
+    (tmp_path / "config.json").write_text(config.replace("num_hidden_layers", "n_layers"))
+    with pytest.raises(ValueError, match=r"--hf-checkpoint .*lacks 'num_hidden_layers'"):
+        read_shape(tmp_path)
+    with pytest.raises(ValueError, match=r"--hf-checkpoint .*neither"):
+        HFReader(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.example/spec/v1")
+    with pytest.raises(ValueError, match=r"--hf-checkpoint .*model.safetensors cannot be read"):
+        HFReader(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "gone"}}))
+    with pytest.raises(ValueError, match=r"--hf-checkpoint .*gone cannot be read"):
+        check_names(HFReader(tmp_path), shape())
+
+
+def test_a_name_in_the_way_is_kept(tmp_path: Path) -> None:
+    assert unused_name(tmp_path / "hf") == tmp_path / "hf.previous-1"
+    (tmp_path / "hf.previous-1").mkdir()
+    assert unused_name(tmp_path / "hf") == tmp_path / "hf.previous-2"

@@ -120,7 +120,8 @@ def build(
 
 
 def host_random_state() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()  # pyright: ignore[reportIndexIssue]
+    numpy_state: Any = np.random.get_state()
+    return torch.get_rng_state().tolist(), numpy_state[1].tolist(), random.getstate()
 
 
 def cycle(name: str, actor: Actor, engine: HybridEngine, hf: Any, state: ParallelState) -> dict[str, Any]:

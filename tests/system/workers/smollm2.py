@@ -59,13 +59,14 @@ def main() -> None:
     mine = compute_log_probs(actor, sampled, Batching(None, 512))
     assert mine is not None
     hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    switch = engine.records[-1]
     figures = {
         "greedy": [tokenizer.decode(g.token_ids, skip_special_tokens=True) for g in made[::2]],
         "tokens": sum(len(s.response_ids) for s in sampled),
         "hf_gap": largest_gap(mine, [hf_log_probs(hf, list(s.prompt_ids), list(s.response_ids)) for s in sampled]),
         "engine_gap": largest_gap(mine, [torch.tensor(s.rollout_log_probs) for s in sampled]),
         "views": len(engine.plan.views),
-        "bytes": [engine.plan.bytes_moved, engine.plan.bytes_aliased, engine.plan.bytes_copied],
+        "bytes": [switch.bytes_moved, switch.bytes_aliased, switch.bytes_copied],
     }
     engine.close()
     record(figures, out)
