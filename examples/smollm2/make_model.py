@@ -9,6 +9,7 @@ vocabulary 49152, tied. Licence of the weights: Apache-2.0.
 """
 
 import argparse
+import importlib
 import importlib.util
 import os
 import shutil
@@ -63,8 +64,7 @@ def rows_in_halves(weight: Tensor, heads: int) -> Tensor:
 
 def read_weights(path: Path, config: Any) -> dict[str, Tensor]:
     """Every tensor of the file in fp32, by its Hugging Face name."""
-    import gguf
-
+    gguf: Any = importlib.import_module("gguf")  # with requirements/smollm2.txt only
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     found = {}
     for tensor in gguf.GGUFReader(path).tensors:
