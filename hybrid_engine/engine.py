@@ -101,8 +101,8 @@ class _LateBar(tqdm):
         super().__init__(*args, leave=False, delay=2, mininterval=slow, **kwargs)
 
     def refresh(self, *args: Any, **kwargs: Any) -> Any:
-        # vLLM refreshes by hand, which passes over the delay
-        return super().refresh(*args, **kwargs) if time.time() - self.start_t > self.delay else None
+        # tqdm's own refreshes name their locks; vLLM's by hand would show a bar that `close` does not know of
+        return super().refresh(*args, **kwargs) if kwargs else None
 
 
 def _kv_cache_bytes(wanted: int | None, device: torch.device) -> tuple[int, float]:
