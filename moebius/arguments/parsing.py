@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+import time
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,7 +40,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if _first_rank():
-            print(f"{self.prog}: error: {message} (--help lists every flag)", file=sys.stderr)
+            print(f"{self.prog}: error: {message} (--help lists every flag)", file=sys.stderr, flush=True)
+        else:
+            time.sleep(5)  # the launcher ends all ranks when one exits: rank 0 must have spoken by then
         sys.exit(2)
 
 
