@@ -80,6 +80,8 @@ def update_policy(
     names = {"ratio": "policy/ratio_mean"}
     for name in made[0] if made else ():
         metrics[names.get(name, f"policy/{name}")] = sum(step[name] for step in made) / len(made)
+    if made:  # 1 unless trainer and loss disagree: the first update's old log-probs are its own
+        metrics["policy/ratio_before_update"] = made[0]["ratio"]
     metrics["policy/skipped"] = float(len(steps) - len(made))
     return metrics
 

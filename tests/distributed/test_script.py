@@ -108,6 +108,7 @@ def test_run_folder_holds_what_others_rely_on(folder: Path, base: list[dict[str,
         assert [key for key in KEYS if key not in line] == []
         assert line["switch/bytes_moved"] == 0 and line["switch/bytes_aliased"] > 0
         assert line["mismatch/logprob_abs_max"] <= 1e-4
+        assert abs(line["policy/ratio_before_update"] - 1) < 5e-5
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 2]
     assert (folder / "runs" / "base" / "curves.png").stat().st_size > 10_000
