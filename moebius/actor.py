@@ -73,12 +73,11 @@ def build_actor(
     device: torch.device,
     *,
     lr: float,
-    total_updates: int,
+    lr_decay_iters: int,
     seed: int = 1234,
     min_lr: float = 0.0,
     lr_warmup_iters: int = 0,
     lr_decay_style: str = "constant",
-    lr_decay_iters: int | None = None,
     optimizer: str = "adam",
     weight_decay: float = 0.0,
     adam_beta1: float = 0.9,
@@ -97,7 +96,7 @@ def build_actor(
 
     Args:
         folder: Hugging Face folder with the weights; None makes them at random from `seed`.
-        total_updates: optimizer steps that the whole run will make, the default length of the decay.
+        lr_decay_iters: optimizer steps until `min_lr`, warm-up included.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -150,7 +149,6 @@ def build_actor(
     built = get_megatron_optimizer(optimizer_config, [ddp], use_gloo_process_groups=False, pg_collection=state.train)
     if distributed:
         _make_adam_state(built)
-    decay = lr_decay_iters or max(total_updates, lr_warmup_iters + 1)
     return Actor(
         shape=shape,
         state=state,
@@ -159,7 +157,7 @@ def build_actor(
         dtype=dtype,
         device=device,
         optimizer=built,
-        scheduler=_schedule(built, lr, min_lr, weight_decay, lr_warmup_iters, lr_decay_style, decay),
+        scheduler=_schedule(built, lr, min_lr, weight_decay, lr_warmup_iters, lr_decay_style, lr_decay_iters),
     )
 
 

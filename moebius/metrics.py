@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
+from moebius.files import unused_name
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
     from wandb import Run
@@ -141,10 +143,7 @@ def _keep_previous(folder: Path) -> None:
     current = folder / "metrics.jsonl"
     if not current.exists():
         return
-    number = 1
-    while (kept := folder / f"metrics.previous-{number}.jsonl").exists():
-        number += 1
-    current.rename(kept)
+    kept = current.rename(unused_name(current))
     print(f"{current} is of an earlier run: kept as {kept.name}", flush=True)
 
 

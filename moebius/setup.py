@@ -13,9 +13,10 @@ from moebius import runtime
 from moebius.actor import Actor, build_actor, build_reference
 from moebius.arguments import Arguments, save_arguments, validate
 from moebius.data import Prompt, load_prompts
+from moebius.files import unused_name
 from moebius.metrics import MetricsLogger
 from moebius.models.binding import engine_parameters
-from moebius.models.hf_io import HFReader, check_names, save_hf, unused_name
+from moebius.models.hf_io import HFReader, check_names, save_hf
 from moebius.models.shape import ModelShape, check_fits, read_shape
 from moebius.rollout import Sampling
 from moebius.tokenizer import stop_token_ids, tokenizer_files
@@ -53,7 +54,7 @@ def check(args: Arguments, world_size: int) -> tuple[ParallelLayout, ModelShape]
         )
     if not args.random_init:
         _check_weights(args.hf_checkpoint, shape, "--hf-checkpoint")
-    if args.use_kl_loss and args.ref_load != args.hf_checkpoint:
+    if args.use_kl_loss and (args.random_init or args.ref_load != args.hf_checkpoint):
         if read_shape(args.ref_load, "--ref-load") != shape:
             raise ValueError(
                 f"--ref-load {args.ref_load}: its config.json describes another model than --hf-checkpoint's"
@@ -100,7 +101,6 @@ def open_run_folder(args: Arguments, state: ParallelState) -> None:
 
 def make_actor(args: Arguments, shape: ModelShape, state: ParallelState, device: torch.device) -> Actor:
     """The policy with its optimizer, in place for good: the engine binds to it next."""
-    updates = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     return build_actor(
         shape,
         state,
@@ -108,7 +108,6 @@ def make_actor(args: Arguments, shape: ModelShape, state: ParallelState, device:
         torch.bfloat16 if args.bf16 else torch.float32,
         device,
         lr=args.lr,
-        total_updates=args.num_rollout * updates,
         seed=args.seed,
         min_lr=args.min_lr,
         lr_warmup_iters=args.lr_warmup_iters,

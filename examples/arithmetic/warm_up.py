@@ -134,7 +134,7 @@ def main() -> None:
         torch.bfloat16 if options.bf16 else torch.float32,
         device,
         lr=options.lr,
-        total_updates=options.steps,
+        lr_decay_iters=options.steps,
         lr_warmup_iters=50,
         lr_decay_style="cosine",
         seed=options.seed,

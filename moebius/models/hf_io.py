@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moebius.files import unused_name
 from moebius.models.blocks import fuse, qkv_blocks, unfuse
 from moebius.models.build import unwrap
 from moebius.models.shape import ModelShape
@@ -309,11 +310,3 @@ def save_hf(
             folder.rename(unused_name(folder))
         partial.rename(folder)
     dist.barrier()
-
-
-def unused_name(path: Path) -> Path:
-    """Where something that stands in the way is kept: `path.previous-1`, or the next number that is free."""
-    number = 1
-    while (kept := path.with_name(f"{path.name}.previous-{number}")).exists():
-        number += 1
-    return kept

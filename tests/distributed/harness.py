@@ -60,6 +60,23 @@ def launch(worker: str, nproc: int, out: Path, *args: str, timeout: float = 300)
     return json.loads(out.read_text())
 
 
+def run_demo(run: Path, *flags: str) -> list[str]:
+    """The lines that launch/demo.sh prints, with `run` as its run folder; the packages are this interpreter's."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "launch/demo.sh", *flags],
+        env={**os.environ, "PATH": path, "RUN": str(run)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout.splitlines()
+
+
 def record(figures: dict[str, Any], out: str) -> None:
     """Gathers every rank's figures and writes {name: [value of rank 0, value of rank 1, ...]}. Collective."""
     parts: list[Any] = [None] * dist.get_world_size()

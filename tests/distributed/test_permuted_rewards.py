@@ -1,13 +1,10 @@
 """The control experiment: the demo, cut short, learns from its rewards and from nothing else."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import run_demo
 
 pytestmark = pytest.mark.slow
 
@@ -16,18 +13,7 @@ STEPS = 15
 
 def accuracies(run: Path, *flags: str) -> list[float]:
     """Accuracy at each evaluation of a short demo: one warm-up, the same to the bit, then `STEPS` steps."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "launch/demo.sh", "--num-rollout", str(STEPS), *flags],
-        env={**os.environ, "PATH": path, "RUN": str(run)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    run_demo(run, "--num-rollout", str(STEPS), *flags)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
 

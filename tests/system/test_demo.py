@@ -1,15 +1,12 @@
 """The demo from the command line, whole: a run of a few minutes, with the numbers that it promises."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import ROOT
+from harness import run_demo
 
 pytestmark = pytest.mark.system
 
@@ -24,19 +21,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     run = tmp_path_factory.mktemp("demo") / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("of an earlier start")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "launch/demo.sh"],
-        env={**os.environ, "PATH": path, "RUN": str(run)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
-    return run, done.stdout.splitlines()
+    return run, run_demo(run)
 
 
 def test_it_learns_in_time_without_moving_weights(demo: tuple[Path, list[str]]) -> None:

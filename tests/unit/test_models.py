@@ -9,7 +9,7 @@ import torch
 from hybrid_engine.reshard import aliasing_certificate, engine_tensors, refresh_copies
 from hybrid_engine.reshard_plan import ParameterMeta, plan_reshard
 from moebius.models.blocks import fuse, unfuse
-from moebius.models.hf_io import HFReader, check_names, plan_files, unused_name
+from moebius.models.hf_io import HFReader, check_names, plan_files
 from moebius.models.shape import ModelShape, check_fits, read_shape
 from moebius.models.tables import weights
 
@@ -182,9 +182,3 @@ def test_broken_model_folders_get_a_message(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "gone"}}))
     with pytest.raises(ValueError, match=r"--hf-checkpoint .*gone cannot be read"):
         check_names(HFReader(tmp_path), shape())
-
-
-def test_a_name_in_the_way_is_kept(tmp_path: Path) -> None:
-    assert unused_name(tmp_path / "hf") == tmp_path / "hf.previous-1"
-    (tmp_path / "hf.previous-1").mkdir()
-    assert unused_name(tmp_path / "hf") == tmp_path / "hf.previous-2"

@@ -72,7 +72,7 @@ def actor_of(folder: Path, state: ParallelState, lr: float = 0.0, optimizer: str
         torch.float32,
         CPU,
         lr=lr,
-        total_updates=4,
+        lr_decay_iters=4,
         optimizer=optimizer,
         clip_grad=1e9,
     )

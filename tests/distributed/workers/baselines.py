@@ -28,7 +28,7 @@ def main() -> None:
     for family, tied in (("qwen3", True), ("llama", False)):
         make_hf_model(family, folder / family, tied=tied)
         actor = build_actor(
-            read_shape(folder / family), state, folder / family, torch.float32, device, lr=1e-3, total_updates=3
+            read_shape(folder / family), state, folder / family, torch.float32, device, lr=1e-3, lr_decay_iters=3
         )
         steps = [train_step(actor, make_samples(), loss, Batching(None, 24)) for _ in range(3)]
         figures[family] = {name: [step[name] for step in steps] for name in ("loss", "grad_norm")}

@@ -107,7 +107,7 @@ def build(
         DTYPE,
         current_device(),
         lr=1e-2,
-        total_updates=10,
+        lr_decay_iters=10,
         adam_eps=1e-5,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,

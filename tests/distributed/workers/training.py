@@ -119,7 +119,7 @@ def run_cut(cut: str, family: str, tied: bool, folder: str, hf: Any, tensors: Pa
             torch.float32,
             torch.device("cpu"),
             lr=lr,
-            total_updates=4,
+            lr_decay_iters=4,
             optimizer=optimizer,
             clip_grad=0.7,
             ddp_bucket_size=20000,
@@ -165,7 +165,7 @@ def schedules(folder: str) -> dict[str, Any]:
             torch.float32,
             torch.device("cpu"),
             lr=1e-3,
-            total_updates=6,
+            lr_decay_iters=6,
             min_lr=1e-4,
             lr_warmup_iters=2,
             lr_decay_style=style,
@@ -173,7 +173,7 @@ def schedules(folder: str) -> dict[str, Any]:
         samples = make_samples()[:2]
         figures[f"lr/{style}"] = [train_step(actor, samples, loss, Batching(2))["lr"] for _ in range(6)]
     actor = build_actor(
-        read_shape(folder), state, folder, torch.bfloat16, torch.device("cpu"), lr=1e-3, total_updates=3
+        read_shape(folder), state, folder, torch.bfloat16, torch.device("cpu"), lr=1e-3, lr_decay_iters=3
     )
     before = [p.clone() for p in actor.model.parameters()]
     steps = [train_step(actor, make_samples(), loss, Batching(4)) for _ in range(2)]

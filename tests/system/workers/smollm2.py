@@ -37,7 +37,7 @@ def main() -> None:
     runtime.start(5)
     state = make_parallel_state(ParallelLayout(3, rollout_tensor_model_parallel_size=3))
     shape, tokenizer = read_shape(folder), load_tokenizer(folder)
-    actor = build_actor(shape, state, folder, torch.float32, CPU, lr=0.0, total_updates=1)
+    actor = build_actor(shape, state, folder, torch.float32, CPU, lr=0.0, lr_decay_iters=1)
     metas, trainer = engine_parameters(actor.model, shape, state)
     options = EngineOptions(max_model_len=192, max_num_seqs=16, kv_cache_bytes=128 << 20)
     engine = HybridEngine(folder, state, metas, trainer, actor.sync_parameters, options, CPU)
