@@ -16,8 +16,10 @@ from moebius.data import Prompt, load_prompts
 from moebius.files import unused_name
 from moebius.metrics import MetricsLogger
 from moebius.models.binding import engine_parameters
-from moebius.models.hf_io import HFReader, check_names, save_hf
-from moebius.models.shape import ModelShape, check_fits, read_shape
+from moebius.models.families import read_shape
+from moebius.models.hf_io import save_hf
+from moebius.models.hf_reader import HFReader, check_names
+from moebius.models.shape import ModelShape, check_fits
 from moebius.rollout import Sampling
 from moebius.tokenizer import stop_token_ids, tokenizer_files
 from moebius.train_step import Batching

@@ -21,8 +21,8 @@ from moebius.actor import Actor, build_actor
 from moebius.batches import Sample
 from moebius.losses import sft_loss
 from moebius.metrics import progress
+from moebius.models.families import read_shape
 from moebius.models.hf_io import save_hf
-from moebius.models.shape import read_shape
 from moebius.tokenizer import load_tokenizer, tokenizer_files
 from moebius.train_step import Batching, train_step
 from parallel_state.groups import make_parallel_state

@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from hybrid_engine.reshard_plan import ParameterMeta
+from moebius.models.families import Cut
 from moebius.models.hf_io import blocks_of, local_weights
 from moebius.models.shape import ModelShape
-from moebius.models.tables import Cut
 from parallel_state.groups import ParallelState
 
 

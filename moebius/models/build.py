@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from moebius.models.blocks import qkv_blocks
+from moebius.models.rope import inverse_frequencies
 from moebius.models.shape import ModelShape
 from parallel_state.groups import ParallelState
 
@@ -41,11 +42,12 @@ def transformer_config(
         num_query_groups=shape.num_query_groups,
         kv_channels=shape.head_dim,
         qk_layernorm=shape.qk_layernorm,
-        add_bias_linear=False,
-        normalization="RMSNorm",
+        add_bias_linear=shape.linear_bias,
+        add_qkv_bias=shape.qkv_bias,
+        normalization="LayerNorm" if shape.layer_norm else "RMSNorm",
         layernorm_epsilon=shape.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=F.silu,
+        gated_linear_unit=shape.gated_mlp,
+        activation_func=F.silu if shape.gated_mlp else F.relu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=init_method_std,
@@ -89,7 +91,7 @@ def build_model(shape: ModelShape, state: ParallelState, config: Any, seed: int)
     )
     blocks = state.layout.blocks
     kv_heads = shape.num_query_groups // state.layout.tensor_model_parallel_size
-    spec = block_spec(config, blocks, qkv_blocks(blocks, kv_heads), state.train.tp, state.at.pp)
+    spec = block_spec(config, shape.post_norm, blocks, qkv_blocks(blocks, kv_heads), state.train.tp, state.at.pp)
     model = PolicyModel(
         config=config,
         transformer_layer_spec=spec,
@@ -98,10 +100,13 @@ def build_model(shape: ModelShape, state: ParallelState, config: Any, seed: int)
         pre_process=state.is_first_stage,
         post_process=state.is_last_stage,
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        position_embedding_type="none" if shape.learned_positions else "rope",
+        learned_positions=shape.learned_positions,
+        embedding_size=shape.embedding_size,
         pg_collection=state.train,
     )
+    if not shape.learned_positions:
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape)
     return model.cuda()
 
 

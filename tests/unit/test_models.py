@@ -9,9 +9,10 @@ import torch
 from hybrid_engine.reshard import aliasing_certificate, engine_tensors, refresh_copies
 from hybrid_engine.reshard_plan import ParameterMeta, plan_reshard
 from moebius.models.blocks import fuse, unfuse
-from moebius.models.hf_io import HFReader, check_names, plan_files
-from moebius.models.shape import ModelShape, check_fits, read_shape
-from moebius.models.tables import weights
+from moebius.models.families import read_shape, weights
+from moebius.models.hf_io import plan_files
+from moebius.models.hf_reader import HFReader, check_names
+from moebius.models.shape import ModelShape, check_fits
 
 
 def shape(**changes: object) -> ModelShape:

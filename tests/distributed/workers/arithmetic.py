@@ -27,8 +27,8 @@ from moebius.data import replica_rows
 from moebius.exchange import exchange_samples
 from moebius.log_probs import vocab_parallel_log_probs
 from moebius.losses import kl_k3
+from moebius.models.families import read_shape
 from moebius.models.hf_io import local_weights, save_hf
-from moebius.models.shape import read_shape
 from moebius.rollout import Rollout
 from moebius.tokenizer import tokenizer_files
 from moebius.train_step import Batching, LossFunction, compute_log_probs, train_step

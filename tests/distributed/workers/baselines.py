@@ -14,7 +14,7 @@ from workers.training import loss, make_samples
 
 from moebius import runtime
 from moebius.actor import build_actor
-from moebius.models.shape import read_shape
+from moebius.models.families import read_shape
 from moebius.train_step import Batching, train_step
 from parallel_state.groups import make_parallel_state
 from parallel_state.layout import ParallelLayout

@@ -30,7 +30,7 @@ from moebius.actor import Actor, build_actor
 from moebius.batches import Sample
 from moebius.losses import policy_loss
 from moebius.models.binding import engine_parameters
-from moebius.models.shape import read_shape
+from moebius.models.families import read_shape
 from moebius.train_step import Batching, compute_log_probs, train_step
 from parallel_state.groups import ParallelState, make_parallel_state
 from parallel_state.layout import ParallelLayout

@@ -1,6 +1,6 @@
 """One SGD step and one Adam step of the same model and samples in every cut that this world size allows.
 
-    training.py OUT.json TENSORS_DIR
+    training.py OUT.json TENSORS_DIR [FAMILY,FAMILY CUT,CUT]
 
 Loss and gradient norm go to OUT.json; gradients, weights and moments, whole and in canonical form, to TENSORS_DIR.
 """
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from harness import record
 from safetensors.torch import save_file
-from tiny_models import hf_log_probs, make_hf_model
+from tiny_models import TRAINED_LAYERS, hf_log_probs, make_hf_model
 from torch import Tensor
 
 from moebius import runtime
 from moebius.actor import Actor, build_actor
 from moebius.batches import Sample
 from moebius.losses import policy_loss
+from moebius.models.families import read_shape
 from moebius.models.hf_io import export_tensors, local_weights, save_hf
-from moebius.models.shape import read_shape
 from moebius.train_step import Batching, compute_log_probs, train_step
 from parallel_state.groups import make_parallel_state
 from parallel_state.layout import ParallelLayout
@@ -189,12 +189,16 @@ def main() -> None:
     out, tensors = sys.argv[1], Path(sys.argv[2])
     runtime.start(2)
     figures: dict[str, Any] = {}
-    for family, tied in (("qwen3", True), ("llama", False)):
+    families = sys.argv[3].split(",") if sys.argv[3:] else ["qwen3", "llama"]
+    cuts = CUTS[dist.get_world_size()]
+    cuts = [cut for cut in cuts if not sys.argv[4:] or cut in sys.argv[4].split(",")]
+    for family in families:
+        tied, layers = family != "llama", TRAINED_LAYERS.get(family, 4)
         box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(box, 0)
-        hf = make_hf_model(family, box[0] if dist.get_rank() == 0 else None, tied=tied, kv_heads=4)
+        hf = make_hf_model(family, box[0] if dist.get_rank() == 0 else None, tied=tied, kv_heads=4, layers=layers)
         dist.barrier()
-        for cut in CUTS[dist.get_world_size()]:
+        for cut in cuts:
             figures |= run_cut(cut, family, tied, box[0], hf, tensors)
         if dist.get_world_size() == 1 and family == "llama":
             figures |= schedules(box[0])

@@ -19,7 +19,7 @@ from moebius.actor import build_actor
 from moebius.batches import Sample
 from moebius.data import encode_input
 from moebius.models.binding import engine_parameters
-from moebius.models.shape import read_shape
+from moebius.models.families import read_shape
 from moebius.tokenizer import load_tokenizer, stop_token_ids
 from moebius.train_step import Batching, compute_log_probs
 from parallel_state.groups import make_parallel_state
