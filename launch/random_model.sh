@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A well-known shape with random weights and a dense reward: measures a machine, three steps.
 #   bash launch/random_model.sh [SHAPE] [more flags]     shapes: examples/random_model/make_model.py
-# GPUS: processes on this node (default: all GPUs). RUN: run folder.
+# GPUS: processes on this node (default: all GPUs). RUN: run folder. LAYERS: fewer layers than the shape has.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -38,6 +38,6 @@ GRPO_ARGS=(
     --eps-clip 0.2
 )
 
-python3 examples/random_model/make_model.py "$SHAPE" "$MODEL"
+python3 examples/random_model/make_model.py "$SHAPE" "$MODEL" ${LAYERS:+--num-layers "$LAYERS"}
 torchrun --standalone --nproc-per-node "$GPUS" train_grpo.py \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" --save "$RUN" "$@"

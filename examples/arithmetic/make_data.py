@@ -1,6 +1,6 @@
 """Write the demo's problems: additions as text, in three files that share no problem.
 
-    python examples/arithmetic/make_data.py OUT_DIR [--min-number 10] [--max-number 99] [--slip-rate 0.6] [--seed 0]
+    python examples/arithmetic/make_data.py OUT_DIR [--min-number 10] [--max-number 99] [--slip-rate 0.6] [--shots 0]
 
 warmup.jsonl holds {"prompt": "12+29=", "response": "41"} for supervised steps; rl.jsonl and eval.jsonl hold
 {"prompt": "17+25=", "label": "42"} for GRPO and its evaluation.
@@ -8,6 +8,9 @@ warmup.jsonl holds {"prompt": "12+29=", "response": "41"} for supervised steps; 
 The responses of warmup.jsonl come from a careless teacher who forgets many a carry, as in 12+29=31; all labels are
 right. A model taught so knows its digits but carries only sometimes: about half of its answers are wrong however
 long it trains, and that is what the reward can mend.
+
+With --shots 3 the prompts of rl.jsonl and eval.jsonl begin with three solved additions, one a line: that is how a model
+that was trained on other text learns what is asked.
 """
 
 import argparse
@@ -57,6 +60,12 @@ def careless_sum(a: int, b: int, slip_rate: float, generator: random.Random) -> 
     return total
 
 
+def with_shots(rows: Sequence[tuple[int, int]], solved: Sequence[tuple[int, int]]) -> list[dict[str, str]]:
+    """Prompts and labels of `rows`, each prompt behind the `solved` additions."""
+    shots = "".join(f"{a}+{b}={a + b}\n" for a, b in solved)
+    return [{"prompt": f"{shots}{a}+{b}=", "label": str(a + b)} for a, b in rows]
+
+
 def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
     """Write one JSON object a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -70,8 +79,11 @@ def make_data(
     rl_rows: int = 3000,
     eval_rows: int = 1000,
     seed: int = 0,
+    shots: int = 0,
 ) -> None:
     """Write warmup.jsonl, rl.jsonl and eval.jsonl into `out_dir` (made when missing).
+
+    The `shots` solved additions come from the warm-up's problems.
 
     Raises ValueError as split_problems does.
     """
@@ -80,8 +92,8 @@ def make_data(
     taught = [(a, b, careless_sum(a, b, slip_rate, generator)) for a, b in warmup]
     out_dir.mkdir(parents=True, exist_ok=True)
     write_jsonl(out_dir / "warmup.jsonl", [{"prompt": f"{a}+{b}=", "response": str(answer)} for a, b, answer in taught])
-    write_jsonl(out_dir / "rl.jsonl", [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in rl])
-    write_jsonl(out_dir / "eval.jsonl", [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in evaluation])
+    write_jsonl(out_dir / "rl.jsonl", with_shots(rl, warmup[:shots]))
+    write_jsonl(out_dir / "eval.jsonl", with_shots(evaluation, warmup[:shots]))
 
 
 def main() -> None:
@@ -95,10 +107,11 @@ def main() -> None:
     parser.add_argument("--rl-rows", type=int, default=3000, help="problems for reinforcement learning")
     parser.add_argument("--eval-rows", type=int, default=1000, help="problems for evaluation")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shots", type=int, default=0, help="solved additions before each RL and evaluation problem")
     options = parser.parse_args()
     numbers = range(options.min_number, options.max_number + 1)
     rows = (options.warmup_rows, options.rl_rows, options.eval_rows)
-    make_data(options.out_dir, numbers, options.slip_rate, *rows, options.seed)
+    make_data(options.out_dir, numbers, options.slip_rate, *rows, options.seed, options.shots)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,23 @@ def test_files_share_no_problem_and_labels_are_right(tmp_path: Path) -> None:
     assert not (problems["warmup"] | problems["rl"]) & problems["eval"]
 
 
+def test_solved_additions_come_before_the_problem(tmp_path: Path) -> None:
+    make_data.make_data(tmp_path, range(1, 31), warmup_rows=50, rl_rows=60, eval_rows=20, shots=3)
+    solved: set[tuple[str, ...]] = set()
+    seen: set[str] = set()
+    for row in rows_of(tmp_path / "rl.jsonl") + rows_of(tmp_path / "eval.jsonl"):
+        *shots, asked = row["prompt"].split("\n")
+        assert sum(map(int, asked[:-1].split("+"))) == int(row["label"])
+        for shot in shots:
+            left, right = shot.split("=")
+            assert sum(map(int, left.split("+"))) == int(right)
+        solved.add(tuple(shots))
+        seen.add(asked)
+    assert len(solved) == 1
+    (shots,) = solved
+    assert len(shots) == 3 and not {f"{shot.split('=')[0]}=" for shot in shots} & seen
+
+
 def test_default_sizes_fit_and_half_of_the_warm_up_is_right(tmp_path: Path) -> None:
     make_data.make_data(tmp_path)
     rows = rows_of(tmp_path / "warmup.jsonl")
