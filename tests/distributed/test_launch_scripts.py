@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ SMALLER = """
     --tensor-model-parallel-size 1 --rollout-tensor-model-parallel-size 2 --num-rollout 1 --rollout-batch-size 2
     --n-samples-per-prompt 2 --global-batch-size 4 --rollout-max-prompt-len 32 --rollout-max-response-len 16
     --max-tokens-per-gpu 64 --lr-warmup-iters 0 --vllm-kv-cache-gb 0.05 --vllm-max-num-seqs 8
-""".split()
+"""
 
 
 @pytest.mark.parametrize("script", list(SCRIPTS))
@@ -39,7 +40,7 @@ def test_it_runs(tmp_path: Path, script: str) -> None:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {"MODEL": str(model), "DATA": str(tmp_path), "GPUS": "2", "RUN": str(tmp_path / "run"), "PATH": path}
-    command = ["bash", f"launch/{script}.sh", *SMALLER]
+    command = ["bash", f"launch/{script}.sh", *shlex.split(SMALLER)]
     process = subprocess.Popen(
         command,
         env={**environment(), **env},
