@@ -24,7 +24,7 @@ from moebius.metrics import Timer
 from moebius.rewards import make_reward_pool
 from moebius.rollout import Rollout, evaluate, generate, permute_rewards, rollout_metrics, score
 from moebius.tokenizer import load_tokenizer
-from moebius.train_step import LossFunction, compute_log_probs, mismatch_metrics, train_step
+from moebius.train_step import LossFunction, check_mismatch, compute_log_probs, mismatch_metrics, train_step
 
 
 def assign_advantages(rollout: Rollout, group_size: int, normalise_by_std: bool) -> None:
@@ -60,7 +60,12 @@ def make_loss(args: Arguments) -> LossFunction:
 
 
 def update_policy(
-    args: Arguments, actor: Actor, reference: Actor | None, updates: Sequence[Sequence[Sample]], timer: Timer
+    args: Arguments,
+    actor: Actor,
+    reference: Actor | None,
+    updates: Sequence[Sequence[Sample]],
+    timer: Timer,
+    first: bool,
 ) -> dict[str, float]:
     """Scores the step's samples under the old policy and the reference, then makes the optimizer steps."""
     batching, loss_function = setup.batching(args), make_loss(args)
@@ -72,6 +77,8 @@ def update_policy(
             sample.old_log_probs = old[index] if old is not None else None
             sample.ref_log_probs = ref[index] if ref is not None else None
         metrics = mismatch_metrics(samples, actor)
+        if first and (warning := check_mismatch(metrics, args.max_logprob_gap)) and actor.state.rank == 0:
+            print(f"warning: {warning}", flush=True)
         metrics["memory/log_probs/allocated"] = memory_in_use(actor.device)
     with timer.timed("update"):
         steps = [train_step(actor, update, loss_function, batching) for update in updates]
@@ -141,7 +148,7 @@ def main() -> None:
             updates = exchange_samples(
                 rollout.samples, len(batch) * args.n_samples_per_prompt, args.global_batch_size, state, device
             )
-            metrics |= update_policy(args, actor, reference, updates, timer)
+            metrics |= update_policy(args, actor, reference, updates, timer, first=step == 0)
         metrics |= rollout_metrics(rollout, counts, args.n_samples_per_prompt, state, device)
         metrics |= engine_metrics(engine) | timer.seconds | throughput(metrics, timer.seconds)
         logger.log(step, metrics)

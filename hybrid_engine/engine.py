@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from hybrid_engine import vllm_adapter as vllm
 from hybrid_engine.host_state import host_state_kept
-from hybrid_engine.reshard import aliasing_certificate, engine_tensors, refresh_copies
+from hybrid_engine.reshard import Resharder, aliasing_certificate, engine_tensors
 from hybrid_engine.reshard_plan import ParameterMeta, plan_reshard
+from hybrid_engine.verify import verify_engine
 from parallel_state.groups import ParallelState
 
 
@@ -32,6 +33,8 @@ class EngineOptions:
     kv_cache_bytes: int | None = None
     enforce_eager: bool = False
     seed: int = 0
+    reshard_bucket_bytes: int = 512 << 20
+    verify_first_switch: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Generation:
 class SwitchRecord:
     """One wake-up and the sleep after it: seconds, bytes of weights, and device memory in use (bytes) afterwards.
 
-    `bytes_moved` is what vLLM's live parameters hold beyond the views and copies of this rank's own training shard.
+    Every byte of vLLM's live parameters is aliased (a view of the trainer's memory), copied (from this rank's own
+    training shard) or moved (received from another rank).
     """
 
     wake_seconds: float = 0.0
@@ -146,11 +150,14 @@ class HybridEngine:
         device: torch.device,
     ) -> None:
         self.device = device
-        self.plan = plan_reshard(parameters, state.layout.blocks, state.block)
+        self.plan = plan_reshard(parameters, state.layout, state.rank)
+        self._resharder = Resharder(self.plan, parameters, options.reshard_bucket_bytes)
         self.records: list[SwitchRecord] = []
+        self._verify_next = options.verify_first_switch
         self._trainer = trainer
         self._sync = sync_parameters
-        self._rank = state.rank
+        self._parameters = parameters
+        self._state = state
         self._tensors = engine_tensors(self.plan, trainer)
         self._started_as = aliasing_certificate(self.plan, trainer, self._tensors)
         with host_state_kept():
@@ -158,7 +165,9 @@ class HybridEngine:
         made, wanted = vllm.rollout_group_ranks(), state.layout.rollout_tensor_parallel_ranks()[state.at.rollout_dp]
         assert made == wanted, f"vLLM's TP group is {made}, the layout says {wanted}"
         self.certify()
-        self._bytes_needed = sum(parameter.nbytes for parameter in self.model.parameters())
+        needed = sum(parameter.nbytes for parameter in self.model.parameters())
+        planned = self.plan.bytes_aliased + self.plan.bytes_copied + self.plan.bytes_received
+        assert needed == planned, f"vLLM's parameters hold {needed} bytes, the plan accounts for {planned}"
         self._sleep()
 
     @property
@@ -170,12 +179,15 @@ class HybridEngine:
     def rollout(self) -> Iterator["HybridEngine"]:
         """The engine is awake inside: weights current, KV cache allocated, prefix cache empty."""
         record = SwitchRecord(
-            bytes_moved=self._bytes_needed - self.plan.bytes_aliased - self.plan.bytes_copied,
+            bytes_moved=self.plan.bytes_received,
             bytes_aliased=self.plan.bytes_aliased,
             bytes_copied=self.plan.bytes_copied,
         )
         record.memory["before_wake"] = memory_in_use(self.device)
         record.wake_seconds = self._timed(self._wake)
+        if self._verify_next:
+            self.verify()
+            self._verify_next = False
         record.memory["rollout"] = memory_in_use(self.device)
         self.records.append(record)
         yield self
@@ -208,8 +220,16 @@ class HybridEngine:
         ]
         prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
         with host_state_kept():
-            outputs = self._llm.generate(prompts, params, use_tqdm=_LateBar if self._rank == 0 else False)
+            outputs = self._llm.generate(prompts, params, use_tqdm=_LateBar if self._state.rank == 0 else False)
         return [_generation(output) for output in outputs]
+
+    def verify(self) -> None:
+        """Compares every byte of vLLM's live parameters with the trainer's, by checksums. Collective over the world.
+
+        Raises:
+            RuntimeError: on every rank, naming the parameters that differ.
+        """
+        verify_engine(self._parameters, self._state, self._trainer, dict(self.model.named_parameters()))
 
     def certify(self) -> list[dict[str, Any]]:
         """The aliasing certificate of this rank, read off vLLM's live parameters.
@@ -228,7 +248,7 @@ class HybridEngine:
         """Writes this rank's certificate to `folder`/rank-00000.json."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        (path / f"rank-{self._rank:05}.json").write_text(json.dumps(self.certify(), indent=1))
+        (path / f"rank-{self._state.rank:05}.json").write_text(json.dumps(self.certify(), indent=1))
 
     def close(self) -> None:
         """Checks the certificate a last time and ends the engine; training may go on."""
@@ -248,7 +268,7 @@ class HybridEngine:
 
     def _wake(self) -> None:
         self._sync()
-        refresh_copies(self.plan, self._trainer, self._tensors)
+        self._resharder.run(self._trainer, self._tensors)
         if self.device.type == "cuda":
             # blocks that the trainer's allocator caches would be missing for the KV cache
             torch.cuda.empty_cache()

@@ -78,18 +78,19 @@ def exchange_samples(
     dist.all_reduce(sizes, group=state.rollout.dp)
     table: list[list[int]] = sizes.tolist()
     plan = plan_exchange([p + r for p, r, _ in table], samples_per_update, state.layout.data_parallel_size)
-    blocks = state.layout.blocks
-    engines = state.layout.rollout_replicas
-    # dp = engine * blocks + place: this rank talks to ranks of the same place only
+    # all ranks of an engine have its samples, so this rank talks to those of its own index in the other engines only
+    layout, engines = state.layout, state.layout.rollout_replicas
+    engines_of: dict[int, list[int]] = {}
+    for engine in range(engines):
+        at = layout.coordinates(engine * layout.rollout_tp + state.at.rollout_tp)
+        engines_of.setdefault(at.dp, []).append(engine)
     to_engine: list[list[int]] = [[] for _ in range(engines)]
     from_engine: list[list[int]] = [[] for _ in range(engines)]
     for index, (dp, (_, _, owner)) in enumerate(zip(plan.dp, table, strict=True)):
-        engine, place = divmod(dp, blocks)
-        if place != state.at.dp % blocks:
-            continue
         if owner == state.at.rollout_dp:
-            to_engine[engine].append(index)
-        if engine == state.at.rollout_dp:
+            for engine in engines_of.get(dp, ()):
+                to_engine[engine].append(index)
+        if dp == state.at.dp:
             from_engine[owner].append(index)
     kept = {index: samples[index] for index in to_engine[state.at.rollout_dp]}
     to_engine[state.at.rollout_dp] = from_engine[state.at.rollout_dp] = []

@@ -39,6 +39,7 @@ def check(args: Arguments, world_size: int) -> tuple[ParallelLayout, ModelShape]
         args.pipeline_model_parallel_size,
         args.rollout_tensor_model_parallel_size,
         args.sequence_parallel,
+        int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
     )
     validate(args, world_size)
     shape = read_shape(args.hf_checkpoint)
@@ -147,6 +148,8 @@ def make_engine(args: Arguments, actor: Actor) -> HybridEngine:
         kv_cache_bytes=None if args.vllm_kv_cache_gb is None else int(args.vllm_kv_cache_gb * 2**30),
         enforce_eager=args.vllm_enforce_eager,
         seed=args.seed % 2**31,
+        reshard_bucket_bytes=args.reshard_bucket_mb << 20,
+        verify_first_switch=not args.no_verify_first_switch,
     )
     engine = HybridEngine(args.hf_checkpoint, actor.state, metas, trainer, actor.sync_parameters, options, actor.device)
     engine.write_certificate(Path(args.save) / "aliasing")

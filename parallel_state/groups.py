@@ -47,11 +47,6 @@ class ParallelState:
     def is_last_stage(self) -> bool:
         return self.at.pp == self.layout.pipeline_model_parallel_size - 1
 
-    @property
-    def block(self) -> int:
-        """Which of the training shard's blocks this rank's rollout shard is."""
-        return self.at.dp % self.layout.blocks
-
 
 def _mine(ranks: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
     """Makes every group of a partition of the world (collective) and returns the one that holds this rank."""

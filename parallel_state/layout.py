@@ -1,16 +1,19 @@
 """Two grids over the same ranks, as pure arithmetic: training (TP x PP x DP) and rollout (DP x rollout TP).
 
 Global rank order is the rollout order: a rollout group is `rollout TP` consecutive ranks, inside one node wherever
-that is possible. The training grid is the strided one. With t = training TP, p = pipeline stages and
-k = rollout TP / (t p), ranks are numbered
+that is possible. The training grid is strided, so that a rank's rollout shard lies as far as possible inside the
+training shard that it already holds (see placement.py). With t = training TP, one stage, and rollout TP = k t, ranks
+are numbered
 
-    rank = ((block * t + tp) * k + replica) * p + stage
+    rank = (block * t + tp) * k + replica
 
-so that the rank with training index `tp` and replica `replica` takes rollout index `tp * k + replica`: every rollout
-shard then lies inside the training shard that the rank already holds.
+and the rank with training index `tp` and replica `replica` takes rollout index `tp * k + replica`, which lies wholly
+inside.
 """
 
 from dataclasses import dataclass
+
+from parallel_state.placement import Placement, block_size, choose_placement, place, rank_at
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Coordinates:
 class ParallelLayout:
     """Sizes of both grids. Pure: needs no process group and no device.
 
+    Attributes:
+        rollout_tensor_model_parallel_size: ranks of one engine; None where nothing will be generated.
+        local_world_size: ranks of one node, which share fast links.
+
     Raises:
         ValueError: naming the flags, their values and the rule, when the sizes do not fit each other.
     """
@@ -37,6 +44,7 @@ class ParallelLayout:
     pipeline_model_parallel_size: int = 1
     rollout_tensor_model_parallel_size: int | None = None
     sequence_parallel: bool = False
+    local_world_size: int = 8
 
     def __post_init__(self) -> None:
         sizes = {
@@ -60,20 +68,9 @@ class ParallelLayout:
             self._check_rollout(self.rollout_tensor_model_parallel_size)
 
     def _check_rollout(self, rollout_tp: int) -> None:
-        t, p, world = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.world_size
-        if rollout_tp % t:
+        if self.world_size % rollout_tp:
             raise ValueError(
-                f"--rollout-tensor-model-parallel-size {rollout_tp} is not a multiple of --tensor-model-parallel-size "
-                f"{t}: the engine's weights are views of the trainer's, so rollout TP = k x training TP with k >= 1"
-            )
-        if p > 1:
-            raise ValueError(
-                f"--pipeline-model-parallel-size {p} cannot generate yet: views of the trainer's weights need every "
-                "layer on every rank, so rollouts want --pipeline-model-parallel-size 1"
-            )
-        if world % rollout_tp:
-            raise ValueError(
-                f"--rollout-tensor-model-parallel-size {rollout_tp} does not divide the world size {world}"
+                f"--rollout-tensor-model-parallel-size {rollout_tp} does not divide the world size {self.world_size}"
             )
 
     @property
@@ -88,8 +85,21 @@ class ParallelLayout:
 
     @property
     def blocks(self) -> int:
-        """k: rollout shards inside one training shard, equal to the replicas that one rollout engine spans."""
-        return self.rollout_tp // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        """k: rollout shards inside one training shard; 1 where rollout TP is not a multiple of training TP."""
+        k, rest = divmod(self.rollout_tp, self.tensor_model_parallel_size)
+        return k if not rest and self.rollout_tensor_model_parallel_size is not None else 1
+
+    @property
+    def block_size(self) -> int:
+        """Ranks of the smallest run that holds whole model copies and whole engines: weights never leave it."""
+        return block_size(self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.rollout_tp)
+
+    @property
+    def placement(self) -> Placement:
+        """How a rank's number inside its block reads as training coordinates."""
+        return choose_placement(
+            self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.rollout_tp, self.local_world_size
+        )
 
     @property
     def rollout_replicas(self) -> int:
@@ -100,20 +110,17 @@ class ParallelLayout:
         """Both grids' indices of a global rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size}")
-        t, p, k = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.blocks
-        rest, stage = divmod(rank, p)
-        rest, replica = divmod(rest, k)
-        block, tp = divmod(rest, t)
-        return Coordinates(
-            tp=tp, pp=stage, dp=block * k + replica, rollout_tp=(tp * k + replica) * p + stage, rollout_dp=block
-        )
+        block, inside = divmod(rank, self.block_size)
+        at = place(self.placement, inside)
+        copies = self.block_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        engine, index = divmod(rank, self.rollout_tp)
+        return Coordinates(tp=at["tp"], pp=at["pp"], dp=block * copies + at["dp"], rollout_tp=index, rollout_dp=engine)
 
     def rank(self, tp: int, pp: int, dp: int) -> int:
         """Global rank of a place in the training grid; the inverse of `coordinates`."""
-        block, replica = divmod(dp, self.blocks)
-        return (
-            (block * self.tensor_model_parallel_size + tp) * self.blocks + replica
-        ) * self.pipeline_model_parallel_size + pp
+        copies = self.block_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        block, inside = divmod(dp, copies)
+        return block * self.block_size + rank_at(self.placement, {"tp": tp, "pp": pp, "dp": inside})
 
     def tensor_parallel_ranks(self) -> list[list[int]]:
         """One list per (dp, pp): the ranks that hold one layer together, in the order of their shards."""
@@ -140,15 +147,11 @@ class ParallelLayout:
         ]
 
     def model_parallel_ranks(self) -> list[list[int]]:
-        """One list per dp: the ranks that hold one copy of the model."""
-        return [
-            [
-                self.rank(tp, pp, dp)
-                for tp in range(self.tensor_model_parallel_size)
-                for pp in range(self.pipeline_model_parallel_size)
-            ]
-            for dp in range(self.data_parallel_size)
+        """One list per dp: the ranks that hold one copy of the model, ascending."""
+        places = [
+            (tp, pp) for tp in range(self.tensor_model_parallel_size) for pp in range(self.pipeline_model_parallel_size)
         ]
+        return [sorted(self.rank(tp, pp, dp) for tp, pp in places) for dp in range(self.data_parallel_size)]
 
     def rollout_tensor_parallel_ranks(self) -> list[list[int]]:
         """One list per engine: consecutive, ascending ranks (what vLLM makes of a world by itself)."""

@@ -139,6 +139,20 @@ class Arguments:
     vllm_max_num_seqs: int = flag(256, "sequences that one engine runs at a time", "rollout", rule=POSITIVE)
     vllm_enforce_eager: bool = flag(False, "no compile and no CUDA graphs in the engine", "rollout")
 
+    reshard_bucket_mb: int = flag(
+        512, "MiB of weights whose transfers are in flight together", "rollout", rule=POSITIVE
+    )
+    no_verify_first_switch: bool = flag(
+        False, "do not compare the engine's weights with the trainer's at the first rollout", "rollout"
+    )
+    max_logprob_gap: float | None = flag(
+        None,
+        "stop if trainer and engine differ by more than this in the first step, in nats a token on average "
+        "(default: only warn, from 0.1)",
+        "rollout",
+        rule=ABOVE_ZERO,
+    )
+
     advantage_estimator: str = flag("grpo", "how rewards become advantages", "algorithm", choices=("grpo",))
     disable_grpo_std_normalization: bool = flag(
         False, "do not divide advantages by the group's standard deviation", "algorithm"

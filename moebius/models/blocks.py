@@ -9,11 +9,6 @@ from collections.abc import Sequence
 import torch
 
 
-def qkv_blocks(blocks: int, kv_heads: int) -> int:
-    """Blocks of a qkv shard: one for each rollout rank, or one for each KV head where ranks outnumber KV heads."""
-    return min(blocks, kv_heads)
-
-
 def fuse(parts: Sequence[torch.Tensor], blocks: int) -> torch.Tensor:
     """Interleaves the parts of one training shard, [rows_i, ...] each, into blocks of [part_0; part_1; ...]."""
     if len(parts) == 1:

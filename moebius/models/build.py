@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moebius.models.blocks import qkv_blocks
+from moebius.models.metas import qkv_blocks, stage_starts
 from moebius.models.rope import inverse_frequencies
 from moebius.models.shape import ModelShape
 from parallel_state.groups import ParallelState
@@ -69,7 +69,19 @@ def transformer_config(
         pipeline_dtype=dtype,
         calculate_per_token_loss=True,
         **recompute,
+        **_uneven_stages(shape.num_layers, layout.pipeline_model_parallel_size),
     )
+
+
+def _uneven_stages(num_layers: int, stages: int) -> dict[str, Any]:
+    """mcore's fields where layers do not divide evenly."""
+    if num_layers % stages == 0:
+        return {}
+    starts = stage_starts(num_layers, stages)
+    return {
+        "num_layers_in_first_pipeline_stage": starts[1],
+        "num_layers_in_last_pipeline_stage": num_layers - starts[-2],
+    }
 
 
 def build_model(shape: ModelShape, state: ParallelState, config: Any, seed: int) -> Any:
@@ -89,9 +101,8 @@ def build_model(shape: ModelShape, state: ParallelState, config: Any, seed: int)
     model_parallel_cuda_manual_seed(
         stage_seed, tp_rank=state.at.tp, ep_rank=0, etp_rank=state.at.tp, force_reset_rng=True
     )
-    blocks = state.layout.blocks
-    kv_heads = shape.num_query_groups // state.layout.tensor_model_parallel_size
-    spec = block_spec(config, shape.post_norm, blocks, qkv_blocks(blocks, kv_heads), state.train.tp, state.at.pp)
+    blocks = (state.layout.blocks, qkv_blocks(shape, state.layout))
+    spec = block_spec(config, shape.post_norm, *blocks, state.train.tp, state.at.pp)
     model = PolicyModel(
         config=config,
         transformer_layer_spec=spec,

@@ -15,34 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moebius.files import unused_name
-from moebius.models.blocks import fuse, qkv_blocks, unfuse
+from moebius.models.blocks import fuse, unfuse
 from moebius.models.build import unwrap
 from moebius.models.families import Cut, Weight, weights
 from moebius.models.hf_reader import INDEX, SINGLE, HFReader, check_names
+from moebius.models.metas import blocks_of, stage_of, stage_starts
 from moebius.models.shape import ModelShape
 from parallel_state.groups import ParallelState
-
-
-def blocks_of(weight: Weight, shape: ModelShape, state: ParallelState) -> int:
-    """Blocks in this weight's training shard."""
-    blocks = state.layout.blocks
-    if weight.heads:
-        return qkv_blocks(blocks, shape.num_query_groups // state.layout.tensor_model_parallel_size)
-    return blocks if len(weight.hf) > 1 else 1
-
-
-def stage_of(weight: Weight, shape: ModelShape, stages: int) -> int:
-    """Pipeline stage that owns a weight (the embedding's owner is the first stage, also when it is tied)."""
-    if weight.layer is not None:
-        return weight.layer // (shape.num_layers // stages)
-    return 0 if weight.trainer.startswith("embedding.") else stages - 1
 
 
 def local_weights(model: Any, shape: ModelShape, state: ParallelState) -> Iterator[tuple[Weight, torch.nn.Parameter]]:
     """This rank's parameters with their table rows; a tied head alone on the last stage goes with the embedding's."""
     named: dict[str, torch.nn.Parameter] = dict(unwrap(model).named_parameters())
     stages = state.layout.pipeline_model_parallel_size
-    offset = state.at.pp * (shape.num_layers // stages)
+    offset = stage_starts(shape.num_layers, stages)[state.at.pp]
     used = set()
     for weight in weights(shape):
         name = weight.trainer
@@ -87,7 +73,7 @@ def load_hf(model: Any, shape: ModelShape, state: ParallelState, folder: str | P
     tp = state.layout.tensor_model_parallel_size
     for weight, parameter in local_weights(model, shape, state):
         parts = [_read_part(reader, weight, part, shape, tp, state.at.tp) for part in range(len(weight.hf))]
-        fused = fuse(parts, blocks_of(weight, shape, state))
+        fused = fuse(parts, blocks_of(weight, shape, state.layout))
         assert fused.shape == parameter.shape, (weight.trainer, tuple(fused.shape), tuple(parameter.shape))
         parameter.data.copy_(fused.to(parameter.dtype))
     reader.close()
@@ -107,7 +93,7 @@ def _gathered(weight: Weight, shard: Tensor, shape: ModelShape, state: ParallelS
     if weight.cut is Cut.COLUMNS:
         return [torch.cat(shards, dim=1)]
     split = len(shards)
-    blocks = blocks_of(weight, shape, state)
+    blocks = blocks_of(weight, shape, state.layout)
     per_shard = [unfuse(s, [rows // split for rows in weight.rows], blocks) for s in shards]
     parts = [torch.cat(pieces) for pieces in zip(*per_shard, strict=True)]
     return [part[:rows] for part, rows in zip(parts, weight.rows, strict=True)]

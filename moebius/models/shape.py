@@ -70,10 +70,8 @@ def check_fits(shape: ModelShape, tp: int, pp: int, rollout_tp: int | None) -> N
     Raises:
         ValueError: naming flag, values and rule.
     """
-    if shape.num_layers % pp:
-        raise ValueError(
-            f"--pipeline-model-parallel-size {pp} does not divide the {shape.num_layers} layers of the model"
-        )
+    if shape.num_layers < pp:
+        raise ValueError(f"--pipeline-model-parallel-size {pp} is more than the {shape.num_layers} layers of the model")
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     numbers = f"{heads} query heads and {groups} KV heads"
     if heads % tp or groups % tp:

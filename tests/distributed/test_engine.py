@@ -30,9 +30,10 @@ def test_every_engine_parameter_lies_in_the_trainers_storage(figures: dict[str, 
     assert all(n == 8 for n in figures[f"{name}/strided"]), "o_proj and down_proj of 4 layers are strided views"
     for moved, aliased, copied in figures[f"{name}/bytes"]:
         assert moved == 0 and aliased > 0
-        assert (copied > 0) == (name in COPIES)
-    copies = 4 if name in COPIES else 0
-    assert [row[1] for row in figures[f"{name}/certificate"]] == [copies] * len(figures[f"{name}/certificate"])
+        assert copied == 0 or name in COPIES
+    # of two ranks that share a KV head the second finds its queries right before it: a view
+    copies = [4 * (name in COPIES and rank % 2 == 0) for rank in range(len(figures[f"{name}/certificate"]))]
+    assert [row[1] for row in figures[f"{name}/certificate"]] == copies
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -222,7 +222,7 @@ def main() -> None:
         figures |= after_update(name, actor, engine, state)
         engine.write_certificate(Path(folder) / "aliasing")
         rows = json.loads((Path(folder) / "aliasing" / f"rank-{dist.get_rank():05}.json").read_text())
-        figures[f"{name}/certificate"] = [len(rows), sum(row["kind"] == "copy" for row in rows)]
+        figures[f"{name}/certificate"] = [len(rows), sum(row["kind"] == "buffer" for row in rows)]
         engine.close()
         figures[f"{name}/trains_after_close"] = train_step(
             actor, [Sample([4, 5], [6, 7], advantage=1.0, old_log_probs=torch.zeros(2))], loss, BATCHING
