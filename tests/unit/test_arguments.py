@@ -166,7 +166,10 @@ def test_saved_arguments_are_the_resolved_set(tmp_path: Path) -> None:
     text = path.read_text()
     saved = json.loads(text)
     assert path == tmp_path / "run" / "arguments.json"
-    assert saved["arguments"] == dataclasses.asdict(args) | {"rollout_stop_token_ids": [2]}
+    assert saved["arguments"] == dataclasses.asdict(args) | {
+        "rollout_stop_token_ids": [2],
+        "prompt_data": ["train.jsonl"],
+    }
     assert list(saved["arguments"]) == sorted(saved["arguments"])
     assert set(saved["versions"]) == {"python", "torch", "megatron-core", "vllm", "transformers"}
     assert all(saved["versions"].values())
