@@ -125,11 +125,10 @@ def _folder_parts(path: Path, place: int) -> list[Part]:
 
 def _hub_part(source: str, place: int) -> Part:
     """Reads `hf:owner/name[:config][:split]`; the config may be left empty."""
-    name, config, split, *more = [*source.removeprefix(HUB).split(":"), "", ""]
-    if not name or any(more):
-        raise ValueError(
-            "a dataset by name is written hf:owner/name, hf:owner/name:config or hf:owner/name:config:split"
-        )
+    # a split such as train[:100] has a colon of its own
+    name, config, split, *_ = [*source.removeprefix(HUB).split(":", 2), "", ""]
+    if not name:
+        raise ValueError("a dataset by name is written hf:owner/name[:config][:split]")
     import datasets
 
     if os.environ.get("RANK", "0") != "0":
