@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from sentencepiece import SentencePieceProcessor
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+from tokenizers import normalizers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = (
@@ -43,7 +45,7 @@ def load_tokenizer(hf_checkpoint: str, chat_template: str | None = None) -> PreT
             tokenizer = _lone_sentencepiece(hf_checkpoint)
         else:
             tokenizer = AutoTokenizer.from_pretrained(hf_checkpoint, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ValueError(f"--hf-checkpoint {hf_checkpoint}: cannot load a tokenizer: {error}") from error
     if chat_template is not None:
         try:
@@ -61,12 +63,19 @@ def _is_lone_sentencepiece(folder: Path) -> bool:
 def _lone_sentencepiece(hf_checkpoint: str) -> PreTrainedTokenizerBase:
     """A tokenizer.model alone, as Llama's: a begin token, then the ids of the sentencepiece library itself.
 
-    AutoTokenizer would read it too, but leave out the begin token and the mark of the first word.
+    AutoTokenizer would read it too, but leave out the begin token and, before some texts, the mark of a first word.
     """
-    tokenizer = LlamaTokenizer.from_pretrained(hf_checkpoint, local_files_only=True)
+    tokenizer = LlamaTokenizer.from_pretrained(hf_checkpoint, local_files_only=True, add_bos_token=True)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.backend_tokenizer.pre_tokenizer = None  # pyright: ignore[reportAttributeAccessIssue]
     reference = SentencePieceProcessor(model_file=str(Path(hf_checkpoint) / "tokenizer.model"))
+    protocol: Any = sentencepiece_model_pb2
+    kind = protocol.ModelProto.FromString(reference.serialized_model_proto()).trainer_spec.model_type
     begin = [tokenizer.bos_token_id]
-    if any(tokenizer(text)["input_ids"] != begin + reference.encode(text) for text in PROBES):
+    same = all(tokenizer(text)["input_ids"] == begin + reference.encode(text) for text in PROBES)
+    if not same or kind != protocol.TrainerSpec.BPE:
         raise ValueError(
             "tokenizer.model alone does not say how it is used, and it is not of Llama's kind; "
             "add the tokenizer_config.json or tokenizer.json that belongs to it"

@@ -141,8 +141,8 @@ def encode_inputs(
     """Token ids and text of inputs, each a text or a list of chat messages.
 
     With a template both come from the tokenizer's own call: rendering first and encoding the text afterwards would
-    add a second begin token. Without one the tokenizer adds its special tokens, but no begin token before one that the
-    text has already, and no end token: the response goes on from here. A fast tokenizer encodes in threads.
+    add a second begin token. Without one the tokenizer adds its special tokens, but a begin token only where the text
+    has none, and no end token: the response goes on from here. A fast tokenizer encodes in threads.
     """
     if not options.apply_chat_template:
         texts = cast(list[str], list(inputs))
@@ -165,7 +165,7 @@ def _messages(value: Input) -> list[dict[str, Any]]:
 
 def _raw_ids(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> list[int]:
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if begin is not None and ids[:2] == [begin, begin] and text.startswith(cast(str, tokenizer.bos_token)):
+    while begin is not None and ids[:2] == [begin, begin]:
         ids = ids[1:]
     appended = end is not None and ids[-1:] == [end] and not text.endswith(cast(str, tokenizer.eos_token))
     return ids[:-1] if appended and not (end == begin and len(ids) == 1) else ids
