@@ -6,6 +6,7 @@ node that asks makes it under a lock, the others wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -119,10 +120,11 @@ class _Lock:
         return self._file.read()
 
     def leave(self, message: str) -> None:
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(message)
-        self._file.flush()
+        with contextlib.suppress(OSError):  # on a full disk those who wait find out by themselves
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(message)
+            self._file.flush()
 
 
 @functools.cache

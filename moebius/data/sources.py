@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 HUB = "hf:"
 ROWS_AT_A_TIME = 1000
+SPLITS = {"train", "test", "validation", "valid", "val", "dev"}  # first word of a file name
 
 
 class Row(NamedTuple):
@@ -120,6 +122,9 @@ def _folder_parts(path: Path, place: int) -> list[Part]:
     files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet") and file.is_file())
     if not files:
         raise ValueError("the folder is no saved dataset and holds no .jsonl or .parquet file")
+    splits = sorted(SPLITS & {re.split(r"[-_.]", file.name)[0] for file in files})
+    if len(splits) > 1:
+        raise ValueError(f"the folder holds files of several splits ({', '.join(splits)}): name the files")
     return [_file_part(file, place) for file in files]
 
 

@@ -12,7 +12,7 @@ from prompt_data import BODY, character_tokenizer, write_rows
 
 from moebius.data import DataCache, PromptOptions, Prompts, load_prompts
 
-ROWS = [{"prompt": f"row {i} é", "answer": i, "level": [i, None, "\ud800"]} for i in range(2500)]
+ROWS = [{"prompt": f"row {i} é", "answer": i, "level": [i, None, "\ud800"]} for i in range(1100)]
 
 
 def load(tmp_path: Path, name: str = "a.jsonl", **changes: object) -> Prompts:
@@ -39,12 +39,12 @@ def folder(tmp_path: Path) -> Path:
 def test_the_cache_gives_what_was_prepared(folder: Path) -> None:
     fresh = load_prompts([str(folder / "a.jsonl")], character_tokenizer(BODY), PromptOptions("prompt", "answer", 100))
     first, again = load(folder), load(folder)
-    assert list(fresh) == list(first) == list(again) and len(fresh) == 2500
+    assert list(fresh) == list(first) == list(again) and len(fresh) == 1100
     assert again[7].metadata == {"level": [7, None, "\ud800"]} and again[7].text == "row 7 é"
     assert all(type(token) is int for token in again[-1].token_ids)
-    assert again[-1] == again[2499] and again[1:3] == [again[1], again[2]]
+    assert again[-1] == again[1099] and again[1:3] == [again[1], again[2]]
     with pytest.raises(IndexError):
-        again[2500]
+        again[1100]
 
 
 def test_the_second_load_prepares_nothing(folder: Path) -> None:
@@ -126,25 +126,25 @@ def test_a_damaged_table_is_made_again(damage: str, folder: Path, capsys: pytest
 def test_errors_are_not_kept(folder: Path) -> None:
     write_rows(folder / "a.jsonl", *ROWS, {"prompt": "a"})
     for _ in range(2):
-        with pytest.raises(ValueError, match="row 2501: column 'answer'"):
+        with pytest.raises(ValueError, match="row 1101: column 'answer'"):
             load(folder)
     assert entries(folder) == []
     write_rows(folder / "a.jsonl", *ROWS)
-    assert len(load(folder)) == 2500
+    assert len(load(folder)) == 1100
 
 
 def test_a_folder_that_cannot_be_written(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Said once, and the run goes on. (A file is in the way: permissions do not stop a superuser.)"""
     (folder / "cache").write_text("")
-    assert list(load(folder)) == list(load(folder)) and len(load(folder)) == 2500
+    assert list(load(folder)) == list(load(folder)) and len(load(folder)) == 1100
     assert capfd.readouterr().err.count(f"warning: --data-cache {folder}/cache: ") == 1
 
 
 def test_dropped_rows_are_told_out_of_the_cache_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         prompts = load(folder, max_prompt_len=8, overlong_prompt="drop")
-        assert (len(prompts), prompts.rows_read) == (100, 2500)
-        assert f"{folder}/a.jsonl: 2400 of 2500 prompts are longer" in capsys.readouterr().out
+        assert (len(prompts), prompts.rows_read) == (100, 1100)
+        assert f"{folder}/a.jsonl: 1000 of 1100 prompts are longer" in capsys.readouterr().out
 
 
 RANK = """
@@ -190,18 +190,18 @@ def run_ranks(folder: Path, number: int) -> list[str]:
 
 
 def test_the_ranks_of_a_node_build_once(folder: Path) -> None:
-    write_rows(folder / "a.jsonl", *ROWS * 8)
+    write_rows(folder / "a.jsonl", *ROWS * 18)
     outputs = run_ranks(folder, 3)
-    assert len(set(outputs)) == 1 and outputs[0].startswith("20000 ")
+    assert len(set(outputs)) == 1 and outputs[0].startswith("19800 ")
     assert len(list(folder.glob("built-*"))) == 1
     assert [path.suffix for path in (folder / "cache").iterdir() if path.is_file()] == [".lock"]
 
 
 def test_every_rank_raises_the_same_error(folder: Path) -> None:
     """And those that wait for the builder need not find it themselves, one after the other."""
-    write_rows(folder / "a.jsonl", *ROWS * 8, {"prompt": 5, "answer": 1})
+    write_rows(folder / "a.jsonl", *ROWS * 18, {"prompt": 5, "answer": 1})
     outputs = run_ranks(folder, 3)
-    assert len(set(outputs)) == 1 and "row 20001: column 'prompt' (--input-key) is int" in outputs[0]
+    assert len(set(outputs)) == 1 and "row 19801: column 'prompt' (--input-key) is int" in outputs[0]
     assert len(list(folder.glob("built-*"))) < 3
     assert entries(folder) == []
 
@@ -211,6 +211,6 @@ def test_a_killed_builder_leaves_nothing_in_the_way(folder: Path) -> None:
     (entry,) = entries(folder)
     entry.rename(entry.with_name(entry.name + ".partial"))
     (folder / "cache" / (entry.name + ".partial") / "meta.json").unlink()
-    assert len(load(folder)) == 2500
+    assert len(load(folder)) == 1100
     assert entries(folder) == [entry]
-    assert json.loads((entry / "meta.json").read_text())["counts"] == [[0, 2500, 0, 2500]]
+    assert json.loads((entry / "meta.json").read_text())["counts"] == [[0, 1100, 0, 1100]]

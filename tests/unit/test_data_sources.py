@@ -96,6 +96,7 @@ def test_faults_of_all_files_are_reported_together(tmp_path: Path) -> None:
         ({}, "the folder is no saved dataset and holds no .jsonl or .parquet file"),
         ({"dataset_dict.json": '{"splits": ["train"]}', "train/state.json": "{}"}, "one of them must be named: train"),
         ({"state.json": "{"}, "cannot be read"),
+        ({"train-0.jsonl": "{}", "test-0.parquet": ""}, r"several splits \(test, train\): name the files"),
     ],
 )
 def test_folders_that_hold_no_rows(content: dict[str, str], reason: str, tmp_path: Path) -> None:

@@ -132,10 +132,14 @@ def model_folder(folder: Path, template: str | None) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("own", [None, "{{ 'another' }}"], ids=["no template", "another template"])
-def test_a_template_file_for_trainer_and_engine(own: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", ["nowhere", "chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_file_for_trainer_and_engine(own: str, tmp_path: Path) -> None:
     """case 5.04: the ids of the prompts are those that a loader of the exported folder makes, and begin once."""
-    source = model_folder(tmp_path / "model", own)
+    source = model_folder(tmp_path / "model", "{{ 'another' }}" if own == "chat_template.jinja" else None)
+    if own == "tokenizer_config.json":
+        settings = json.loads((source / own).read_text())
+        (source / own).write_text(json.dumps(settings | {"chat_template": "{{ 'another' }}"}))
+    assert bool(load_tokenizer(str(source)).chat_template) is (own != "nowhere")
     (tmp_path / "run").mkdir()
     file = tmp_path / "run" / "chat_template.jinja"
     file.write_text("{{ bos_token }}" + BODY)
