@@ -69,7 +69,6 @@ def _lone_sentencepiece(hf_checkpoint: str) -> PreTrainedTokenizerBase:
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    tokenizer.backend_tokenizer.pre_tokenizer = None  # pyright: ignore[reportAttributeAccessIssue]
     reference = SentencePieceProcessor(model_file=str(Path(hf_checkpoint) / "tokenizer.model"))
     protocol: Any = sentencepiece_model_pb2
     kind = protocol.ModelProto.FromString(reference.serialized_model_proto()).trainer_spec.model_type

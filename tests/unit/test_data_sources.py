@@ -131,8 +131,8 @@ for config, first in (("default", 1), ("other", 5)):
     info = json.loads((cache / "made" / "dataset_info.json").read_text()) | builder | {"splits": splits}
     (folder / "dataset_info.json").write_text(json.dumps(info))
 answers, digests = [], set()
-for source in ("hf:me/tiny:default:test", "hf:me/tiny:other:test", "hf:me/tiny:other:test[1:]"):
-    (part,) = open_source(source, 0, "--prompt-data")
+for source in ("default:test", "other:test", "other:test[1:]", "other:test[:1]"):
+    (part,) = open_source(f"hf:me/tiny:{source}", 0, "--prompt-data")
     answers.append([row.values["answer"] for row in part.read()])
     digests.add(part.digest)
 errors = []
@@ -151,7 +151,7 @@ def test_datasets_by_name_without_network(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", BY_NAME], capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
     answers, digests, errors = json.loads(done.stdout.splitlines()[-1])
-    assert answers == [[1, 2], [5, 6], [6]] and digests == 3
+    assert answers == [[1, 2], [5, 6], [6], [5]] and digests == 4
     assert [error.split(": ")[0] for error in errors] == [
         "--eval-prompt-data hf:me/tiny:other",
         "--eval-prompt-data hf:me/none",

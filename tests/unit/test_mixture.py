@@ -42,6 +42,21 @@ def test_weights_are_the_shares_of_the_sources() -> None:
     assert [row for row in in_order if source_of(row) == 1][:21] == [*range(5, 25), 5]
 
 
+def test_sources_of_one_size_are_shuffled_apart() -> None:
+    mixed = PromptSampler(200, 150, seed=0, rows_of_sources=[100, 100], weights=[1, 1])
+    rows = mixed.next_batch()
+    first, second = ([row % 100 for row in rows if row // 100 == source][:20] for source in (0, 1))
+    assert len(first) == len(second) == 20 and first != second
+
+
+def test_draws_do_not_come_again() -> None:
+    """They are made in blocks of 4096, each with numbers of its own."""
+    mixed = sampler(batch_size=1)
+    drawn = [source_of(mixed.next_batch()[0]) for _ in range(2 * 4096)]
+    same = sum(a == b for a, b in zip(drawn[:4096], drawn[4096:], strict=True))
+    assert abs(same / 4096 - (0.25**2 + 0.5**2 + 0.25**2)) < 0.05
+
+
 def test_a_mixture_resumes_exactly() -> None:
     """case 5.07: stopped at any batch, also past the block of draws, and with another batch size."""
     unbroken = sampler(batch_size=500)

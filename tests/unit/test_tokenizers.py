@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -178,11 +179,21 @@ def test_variables_for_the_template(tmp_path: Path) -> None:
         load(path, character_tokenizer(template), template=True, template_kwargs={"tokenize": False})
 
 
-def test_a_template_that_writes_the_date_is_not_kept_over_night(tmp_path: Path) -> None:
-    """The cache knows a template's day: its key holds the date, others' do not."""
+def test_a_template_that_writes_the_date_is_not_kept_over_night(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two time zones that never have the same day: only such a template is prepared again."""
     path = write_rows(tmp_path / "a.jsonl", {"prompt": "x", "answer": "1"})
     options = PromptOptions("prompt", "answer", 100, apply_chat_template=True)
     cache = DataCache(tmp_path / "cache", [])
-    for template in (BODY, "{{ strftime_now('%Y') }}" + BODY):
-        load_prompts([path], character_tokenizer(template), options, cache=cache)
-    assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) == 2
+    tables, texts = [], []
+    for template in (BODY, "{{ strftime_now('%Y-%m-%d') }}" + BODY):
+        for zone in ("Etc/GMT+12", "Etc/GMT-14", "Etc/GMT+12"):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            texts.append(load_prompts([path], character_tokenizer(template), options, cache=cache)[0].text)
+        tables.append(len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]))
+    monkeypatch.undo()
+    time.tzset()
+    assert tables == [1, 3]
+    assert texts[0] == texts[1] == texts[2] == "u:x;a:" and texts[3] == texts[5] != texts[4]
