@@ -171,7 +171,9 @@ def load_data(args: Arguments, tokenizer: Any, shape: ModelShape) -> tuple[Promp
     )
     folder = Path(args.hf_checkpoint)
     cache = DataCache(Path(args.data_cache).expanduser(), [folder / "config.json", *tokenizer_files(folder)])
-    prompts = load_prompts(args.prompt_data, tokenizer, options, "--prompt-data", cache, progress)
+    prompts = load_prompts(
+        args.prompt_data, tokenizer, options, "--prompt-data", cache, progress, args.rollout_batch_size
+    )
     if args.eval_prompt_data is None:
         return prompts, Prompts.none()
     return prompts, load_prompts(args.eval_prompt_data, tokenizer, options, "--eval-prompt-data", cache, progress)

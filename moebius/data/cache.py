@@ -88,9 +88,9 @@ class DataCache:
             _write(partial, content)
             os.rename(partial, path)
             return _read(path)
-        except OSError as error:
+        except (OSError, Damaged) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            _warn(f"--data-cache {self.folder}: {error.strerror}: prompts are not kept")
+            _warn(f"--data-cache {self.folder}: {error}: prompts are not kept")
             return content
 
 

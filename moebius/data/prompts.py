@@ -57,7 +57,7 @@ def no_progress(iterable: Iterable[T], total: int | None, description: str, alon
 
 @dataclass
 class _Report:
-    """What was found in one part. `faults` and `overlong` hold a line for each row, as far as lines are shown."""
+    """What was found in one part: counts of rows, and the lines that say what is wrong with them."""
 
     name: str
     source: int
@@ -80,11 +80,13 @@ def load_prompts(
     flag: str = "--prompt-data",
     cache: DataCache | None = None,
     progress: Progress = no_progress,
+    batch_size: int | None = None,
 ) -> Prompts:
     """Read, check, template and tokenize every row of every source, or take the same from the cache.
 
     The input column holds a text or a list of {role, content} messages; with a template a text is one user message.
     `flag` is the option that named the sources. How many overlong rows were dropped or cut is printed on rank 0.
+    `batch_size` (--rollout-batch-size) is what messages compare the rows with; a PromptSampler checks it.
 
     Raises ValueError for sources that cannot be read or have no row, for all faulty rows together (also those that
     the template refuses or that give no token), for rows longer than `max_prompt_len` if they are to be refused, for
@@ -104,12 +106,13 @@ def load_prompts(
         arrays, counts = cache.get(cache.key(facts, asdict(options), _tokenizer_facts(tokenizer)), build)
     _tell_overlong([part.name for part in parts], counts, options, flag)
     prompts = Prompts(arrays, counts, names)
-    for source, rows in zip(sources, prompts.rows_of_sources, strict=True):
+    for place, rows in enumerate(prompts.rows_of_sources):
         if not rows:
-            read = sum(count.read for count in counts if sources[count.source] == source)
+            read = sum(count.read for count in counts if count.source == place)
+            wanted = "" if batch_size is None else f" for --rollout-batch-size {batch_size}"
             raise ValueError(
-                f"--overlong-prompt drop: all {read} prompts of {flag} {source} are longer than "
-                f"--rollout-max-prompt-len {options.max_prompt_len}: 0 are left"
+                f"--overlong-prompt drop: all {read} prompts of {flag} {sources[place]} are longer than "
+                f"--rollout-max-prompt-len {options.max_prompt_len}: 0 are left{wanted}"
             )
     return prompts
 

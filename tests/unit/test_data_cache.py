@@ -148,7 +148,7 @@ def test_dropped_rows_are_told_out_of_the_cache_too(folder: Path, capsys: pytest
 
 
 RANK = """
-import sys
+import sys, time
 from pathlib import Path
 from prompt_data import character_tokenizer
 from moebius.data import DataCache, PromptOptions, load_prompts
@@ -162,7 +162,7 @@ def progress(iterable, total, description, alone):
 
 (folder / f"ready-{sys.argv[2]}").touch()
 while not (folder / "go").exists():
-    pass
+    time.sleep(0.01)
 try:
     options = PromptOptions("prompt", "answer", 100)
     made = load_prompts([str(folder / "a.jsonl")], character_tokenizer(), options, "--prompt-data",

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from prompt_data import BODY, CHARACTERS, character_tokenizer, load, write_rows
 
-from moebius.data import Prompts, open_source, source_names
+from moebius.data import DataCache, PromptOptions, Prompts, load_prompts, open_source, source_names
 
 MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "b", "name": "n"}]
 
@@ -216,5 +216,9 @@ def test_a_source_without_a_prompt_left_is_refused(tmp_path: Path) -> None:
     """case 5.02"""
     good = write_rows(tmp_path / "good.jsonl", {"prompt": "x", "answer": "1"})
     path = write_rows(tmp_path / "long.jsonl", *[{"prompt": "xxxx", "answer": "1"}] * 30)
-    with pytest.raises(ValueError, match=r"--overlong-prompt drop: all 30 prompts of --prompt-data .*long.jsonl"):
-        load([good, path], character_tokenizer(), limit=3, overlong_prompt="drop")
+    options = PromptOptions("prompt", "answer", 3, overlong_prompt="drop")
+    cache = DataCache(tmp_path / "cache", [])
+    message = r"--overlong-prompt drop: all 30 prompts of --prompt-data .*long.jsonl .* 0 are left for .*-batch-size 4"
+    for sources in ([good, path], [path], [path]):
+        with pytest.raises(ValueError, match=message):
+            load_prompts(sources, character_tokenizer(), options, cache=cache, batch_size=4)
