@@ -17,7 +17,6 @@ from moebius.actor import Actor
 from moebius.advantages import grpo_advantages
 from moebius.arguments import Arguments, parse_arguments
 from moebius.batches import Sample
-from moebius.data import PromptSampler
 from moebius.exchange import exchange_samples
 from moebius.losses import kl_k3, policy_loss
 from moebius.metrics import Timer
@@ -116,9 +115,9 @@ def throughput(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> di
 def main() -> None:
     args = parse_arguments()
     state, shape, device = setup.start_run(args)
-    tokenizer = load_tokenizer(args.hf_checkpoint)
+    tokenizer = load_tokenizer(args.hf_checkpoint, args.chat_template)
     prompts, eval_prompts = setup.load_data(args, tokenizer, shape)
-    sampler = PromptSampler(len(prompts), args.rollout_batch_size, args.rollout_seed, args.rollout_shuffle)
+    sampler = setup.make_sampler(args, prompts)
     rewards = make_reward_pool(args.rm_type, args.custom_rm_path, args.rm_workers, args.rm_timeout)
     sampling, eval_sampling = setup.make_sampling(args, tokenizer)
     rewards.wait_until_ready()

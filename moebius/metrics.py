@@ -121,12 +121,13 @@ class MetricsLogger:
         plot_curves(self.folder / "metrics.jsonl", self.folder / "curves.png")
 
 
-def progress(iterable: Iterable[T], total: int | None, description: str) -> Iterable[T]:
+def progress(iterable: Iterable[T], total: int | None, description: str, alone: bool = False) -> Iterable[T]:
     """`iterable` with a progress bar on rank 0 (RANK of the launcher), once it has taken more than 2 seconds.
 
-    The bar goes to stderr and leaves nothing behind; in a log file it is written twice a minute.
+    The bar goes to stderr and leaves nothing behind; in a log file it is written twice a minute. With `alone` this rank
+    works for all of its node, whichever it is, and the bar is that of the first node (GROUP_RANK).
     """
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("GROUP_RANK" if alone else "RANK", "0") != "0":
         return iterable
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(iterable, description, total, leave=False, delay=2, mininterval=seconds, maxinterval=max(seconds, 10.0))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid_engine.engine import Generation, HybridEngine, Request
 from moebius.batches import Sample
-from moebius.data import Prompt, replica_rows, request_seed
+from moebius.data import Prompt, Prompts, replica_rows, request_seed
 from moebius.rewards import RewardItem, RewardPool
 from parallel_state.groups import ParallelState
 
@@ -47,13 +47,13 @@ def generate(
     n = sampling.n_samples
     requests, indices, prompts = [], [], {}
     for position in replica_rows(len(batch), state.at.rollout_dp, state.layout.rollout_replicas):
-        seed = request_seed(sampling.seed, step, position, n, purpose)
+        seed, prompt = request_seed(sampling.seed, step, position, n, purpose), batch[position]
         for number in range(n):
             indices.append(position * n + number)
-            prompts[indices[-1]] = batch[position]
+            prompts[indices[-1]] = prompt
             requests.append(
                 Request(
-                    prompt_ids=batch[position].token_ids,
+                    prompt_ids=prompt.token_ids,
                     seed=seed + number,
                     max_tokens=sampling.max_tokens,
                     temperature=sampling.temperature,
@@ -148,19 +148,30 @@ def world_sums(sums: dict[str, float], state: ParallelState, device: torch.devic
 def evaluate(
     engine: HybridEngine,
     state: ParallelState,
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     sampling: Sampling,
     rewards: RewardPool,
     tokenizer: Any,
     step: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """Mean reward over every row exactly once. Collective over the world; the engine must be awake."""
+    """Mean reward over every row exactly once, and of each source where there are several.
+
+    Collective over the world; the engine must be awake.
+    """
     rollout = generate(engine, state, prompts, sampling, step, "eval")
     counts = score(rollout, rewards, tokenizer, state)
     sums = {"n": len(rollout.samples), "reward": sum(s.reward for s in rollout.samples.values()), **counts}
+    names = prompts.sources if len(prompts.sources) > 1 else ()
+    for name in names:
+        mine = [index for index, prompt in rollout.prompts.items() if prompt.source == name]
+        sums[f"{name}/n"] = len(mine)
+        sums[f"{name}/accuracy"] = sum(rollout.samples[index].reward for index in mine)
     total = world_sums(sums, state, device)
+    of_sources = {f"eval/{name}/accuracy": total[f"{name}/accuracy"] / total[f"{name}/n"] for name in names}
     return {
+        **of_sources,
+        **{f"eval/{name}/n": total[f"{name}/n"] for name in names},
         "eval/accuracy": total["reward"] / total["n"],
         "eval/n": total["n"],
         "eval/reward_timeouts": total["timeouts"],

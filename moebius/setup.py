@@ -1,6 +1,8 @@
 """Set-up of a run, one call for each noun of the script. What can be refused is refused before a weight is read."""
 
+import json
 import os
+import shutil
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -12,9 +14,9 @@ from hybrid_engine.engine import EngineOptions, HybridEngine
 from moebius import runtime
 from moebius.actor import Actor, build_actor, build_reference
 from moebius.arguments import Arguments, save_arguments, validate
-from moebius.data import Prompt, load_prompts
+from moebius.data import DataCache, PromptOptions, Prompts, PromptSampler, load_prompts
 from moebius.files import unused_name
-from moebius.metrics import MetricsLogger
+from moebius.metrics import MetricsLogger, progress
 from moebius.models.binding import engine_parameters
 from moebius.models.families import read_shape
 from moebius.models.hf_io import save_hf
@@ -93,13 +95,18 @@ def start_run(args: Arguments) -> tuple[ParallelState, ModelShape, torch.device]
 
 
 def open_run_folder(args: Arguments, state: ParallelState) -> None:
-    """Makes the run folder with its arguments.json, once all input has been checked: refused runs write nothing."""
+    """Makes the run folder with arguments.json and --chat-template, once all input has been checked.
+
+    Refused runs write nothing.
+    """
     if state.rank == 0:
         folder = Path(args.save)
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "arguments.json").exists():
             (folder / "arguments.json").rename(unused_name(folder / "arguments.json"))
         save_arguments(args, folder)
+        if args.chat_template is not None:
+            shutil.copyfile(args.chat_template, folder / "chat_template.jinja")
 
 
 def make_actor(args: Arguments, shape: ModelShape, state: ParallelState, device: torch.device) -> Actor:
@@ -156,13 +163,38 @@ def make_engine(args: Arguments, actor: Actor) -> HybridEngine:
     return engine
 
 
-def load_data(args: Arguments, tokenizer: Any, shape: ModelShape) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and evaluation prompts (none without --eval-prompt-data), checked and tokenized."""
-    keys = (args.input_key, args.label_key, args.apply_chat_template, args.rollout_max_prompt_len)
-    prompts = load_prompts(args.prompt_data, tokenizer, *keys, vocab_size=shape.vocab_size)
+def load_data(args: Arguments, tokenizer: Any, shape: ModelShape) -> tuple[Prompts, Prompts]:
+    """Training and evaluation prompts (none without --eval-prompt-data), checked and tokenized, or from the cache."""
+    options = PromptOptions(
+        input_key=args.input_key,
+        label_key=args.label_key,
+        max_prompt_len=args.rollout_max_prompt_len,
+        apply_chat_template=args.apply_chat_template,
+        template_kwargs=json.loads(args.apply_chat_template_kwargs or "{}"),
+        overlong_prompt=args.overlong_prompt,
+        vocab_size=shape.vocab_size,
+    )
+    folder = Path(args.hf_checkpoint)
+    cache = DataCache(Path(args.data_cache).expanduser(), [folder / "config.json", *tokenizer_files(folder)])
+    prompts = load_prompts(
+        args.prompt_data, tokenizer, options, "--prompt-data", cache, progress, args.rollout_batch_size
+    )
     if args.eval_prompt_data is None:
-        return prompts, []
-    return prompts, load_prompts(args.eval_prompt_data, tokenizer, *keys, "--eval-prompt-data", shape.vocab_size)
+        return prompts, Prompts.none()
+    return prompts, load_prompts(args.eval_prompt_data, tokenizer, options, "--eval-prompt-data", cache, progress)
+
+
+def make_sampler(args: Arguments, prompts: Prompts) -> PromptSampler:
+    """The order of the training prompts."""
+    return PromptSampler(
+        len(prompts),
+        args.rollout_batch_size,
+        args.rollout_seed,
+        args.rollout_shuffle,
+        rows_of_sources=prompts.rows_of_sources,
+        weights=args.prompt_data_weights or (),
+        rows_read=prompts.rows_read,
+    )
 
 
 def make_sampling(args: Arguments, tokenizer: Any) -> tuple[Sampling, Sampling]:
@@ -214,5 +246,6 @@ def batching(args: Arguments) -> Batching:
 def export_hf(args: Arguments, actor: Actor) -> None:
     """Writes SAVE/hf: weights in canonical form, config, tokenizer. Collective over the world."""
     actor.sync_parameters()
-    files = tokenizer_files(args.hf_checkpoint)
+    template = None if args.chat_template is None else Path(args.save) / "chat_template.jinja"
+    files = tokenizer_files(args.hf_checkpoint, template)
     save_hf(actor.model, actor.shape, actor.state, args.hf_checkpoint, Path(args.save) / "hf", files)

@@ -176,12 +176,46 @@ class Arguments:
     rm_timeout: float = flag(10.0, "seconds for one reward", "reward", rule=ABOVE_ZERO)
     rm_workers: int = flag(1, "reward workers of each rank", "reward", rule=POSITIVE)
 
-    prompt_data: str = flag(None, "jsonl file of training prompts", "data", rule=NOT_EMPTY, required=True)
+    prompt_data: tuple[str, ...] = flag(
+        None,
+        "training prompts, one or more sources: a jsonl or .parquet file, a folder of such files or of a saved "
+        "dataset, or hf:owner/name[:config][:split]",
+        "data",
+        rule=NOT_EMPTY,
+        required=True,
+    )
+    prompt_data_weights: tuple[float, ...] | None = flag(
+        None,
+        "share of each source of --prompt-data in the batches (default: every row of all sources once an epoch)",
+        "data",
+        rule=ABOVE_ZERO,
+    )
     input_key: str = flag("prompt", "column of the prompt", "data", rule=NOT_EMPTY)
     label_key: str = flag("label", "column of the right answer", "data", rule=NOT_EMPTY)
     apply_chat_template: bool = flag(False, "prompts go through the tokenizer's chat template", "data")
+    chat_template: str | None = flag(
+        None, "Jinja file in the place of the tokenizer's chat template, also in the export", "data", rule=NOT_EMPTY
+    )
+    apply_chat_template_kwargs: str | None = flag(
+        None, "variables for the chat template, a JSON object such as '{\"enable_thinking\": false}'", "data"
+    )
+    overlong_prompt: str = flag(
+        "refuse",
+        "prompts longer than --rollout-max-prompt-len, templated: refuse them all, drop them, or left-cut them to "
+        "their last tokens",
+        "data",
+        choices=("refuse", "drop", "left-cut"),
+    )
+    data_cache: str = flag(
+        None,
+        "folder of prepared prompts, found again by content (default: moebius/data in XDG_CACHE_HOME or ~/.cache)",
+        "data",
+        rule=NOT_EMPTY,
+    )
     rollout_shuffle: bool = flag(False, "new order of the prompts in each epoch", "data")
-    eval_prompt_data: str | None = flag(None, "jsonl file to evaluate on", "data", rule=NOT_EMPTY)
+    eval_prompt_data: tuple[str, ...] | None = flag(
+        None, "prompts to evaluate on: sources like those of --prompt-data", "data", rule=NOT_EMPTY
+    )
     eval_interval: int | None = flag(None, "steps between evaluations", "data", rule=POSITIVE)
     eval_temperature: float = flag(
         0.0, "sampling temperature of evaluations; 0 is greedy", "data", rule=GREEDY_OR_SAMPLING

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """The argparse parser of `Arguments`; absent flags are left out of its namespace."""
     parser = Parser(
-        usage="%(prog)s --hf-checkpoint FOLDER --prompt-data FILE [flags]",
+        usage="%(prog)s --hf-checkpoint FOLDER --prompt-data SOURCE ... [flags]",
         allow_abbrev=False,
         exit_on_error=False,
         argument_default=argparse.SUPPRESS,
@@ -114,6 +114,7 @@ def resolve(args: Arguments) -> Arguments:
             args.eval_max_response_len, args.rollout_max_response_len if args.eval_prompt_data else None
         ),
         tensorboard_dir=_default(args.tensorboard_dir, str(Path(args.save) / "tensorboard")),
+        data_cache=_default(args.data_cache, str(_cache_home() / "moebius" / "data")),
     )
 
 
@@ -132,18 +133,22 @@ def _default(value: T | None, otherwise: T) -> T:
     return otherwise if value is None else value
 
 
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
 def _first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
 def _is_tuple(annotation: type) -> bool:
-    return any(typing.get_origin(part) is tuple for part in typing.get_args(annotation))
+    return any(typing.get_origin(part) is tuple for part in (annotation, *typing.get_args(annotation)))
 
 
 def _kind(annotation: type) -> type:
-    """int, float or str, out of `X`, `X | None` or `tuple[X, ...] | None`."""
-    parts = typing.get_args(annotation) or (annotation,)
-    return typing.get_args(parts[0])[0] if _is_tuple(annotation) else parts[0]
+    """int, float or str, out of `X`, `tuple[X, ...]`, or one of these and None."""
+    parts = typing.get_args(annotation)
+    return _kind(parts[0]) if parts else annotation
 
 
 def _converter(kind: type) -> Callable[[str], int | float | str]:

@@ -1,5 +1,6 @@
 """Rules between flags, checked before anything is loaded. ParallelLayout checks the grids, the data checks its rows."""
 
+import json
 import os
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def validate(args: Arguments, world_size: int) -> None:
     _check_sampling(args)
     _check_algorithm(args)
     _check_evaluation(args)
+    _check_data(args)
     _check_paths(args)
 
 
@@ -29,7 +31,9 @@ def _require(condition: bool, message: str) -> None:
 
 def _named(args: Arguments, *names: str) -> str:
     """`--eps-clip 0.2, --seed 1`: flags with their values."""
-    return ", ".join(f"{flag_name(name)} {getattr(args, name)}" for name in names)
+    values = {name: getattr(args, name) for name in names}
+    shown = {name: " ".join(map(str, v)) if isinstance(v, tuple) else v for name, v in values.items()}
+    return ", ".join(f"{flag_name(name)} {value}" for name, value in shown.items())
 
 
 def _check_batches(args: Arguments, data_parallel_size: int) -> None:
@@ -118,6 +122,22 @@ def _check_evaluation(args: Arguments) -> None:
         _require(not is_set, f"{_named(args, name)} needs --eval-prompt-data")
 
 
+def _check_data(args: Arguments) -> None:
+    weights, sources = args.prompt_data_weights, len(args.prompt_data)
+    _require(
+        weights is None or len(weights) == sources,
+        f"{_named(args, 'prompt_data_weights')}: must be as many as the sources of --prompt-data ({sources})",
+    )
+    for name in ("chat_template", "apply_chat_template_kwargs"):
+        is_set = getattr(args, name) is not None
+        _require(args.apply_chat_template or not is_set, f"{_named(args, name)} needs --apply-chat-template")
+    try:
+        variables = json.loads(args.apply_chat_template_kwargs or "{}")
+    except json.JSONDecodeError:
+        variables = None
+    _require(isinstance(variables, dict), f"{_named(args, 'apply_chat_template_kwargs')}: it must be a JSON object")
+
+
 def _check_paths(args: Arguments) -> None:
     for name in ("hf_checkpoint", "ref_load"):
         _require(
@@ -125,8 +145,13 @@ def _check_paths(args: Arguments) -> None:
             f"{_named(args, name)}: it must be a Hugging Face model folder, but it has no config.json",
         )
     for name in ("prompt_data", "eval_prompt_data"):
-        path = getattr(args, name)
-        _require(path is None or Path(path).is_file(), f"{_named(args, name)}: no such file")
+        sources = getattr(args, name) or ()
+        for source in sources:
+            there = source.startswith("hf:") or Path(source).exists()
+            _require(there, f"{flag_name(name)} {source}: no such file or folder")
+            _require(sources.count(source) == 1, f"{flag_name(name)} {source}: a source must be named only once")
+    template = args.chat_template
+    _require(template is None or Path(template).is_file(), f"{_named(args, 'chat_template')}: no such file")
     existing = Path(args.save).absolute()
     while not existing.exists():
         existing = existing.parent

@@ -39,6 +39,8 @@ class _TorchFile:
 
     def __init__(self, path: Path) -> None:
         self._tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not all(isinstance(value, Tensor) for value in self._tensors.values()):
+            raise TypeError("it holds something else than tensors")
         self.names = list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:

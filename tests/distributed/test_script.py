@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from harness import ROOT, environment, torchrun
 from tiny_models import make_hf_model
@@ -56,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(folder: Path, name: str, **changes: object) -> list[str]:
-    """The script's command line; a change of None leaves a flag out, True makes it bare."""
+    """The script's command line; a change of None leaves a flag out, True makes it bare, a tuple gives many values."""
     chosen: dict[str, object] = {
         "hf_checkpoint": folder / "model",
         "prompt_data": folder / "data" / "rl.jsonl",
@@ -76,13 +78,15 @@ def flags(folder: Path, name: str, **changes: object) -> list[str]:
         "vllm_max_num_seqs": 32,
         "eval_prompt_data": folder / "eval10.jsonl",
         "eval_interval": 2,
+        "data_cache": folder / "cache",
         "save": folder / "runs" / name,
         **changes,
     }
     line: list[str] = []
     for key, value in chosen.items():
         if value is not None:
-            line += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            values = value if isinstance(value, tuple) else () if value is True else (value,)
+            line += [f"--{key.replace('_', '-')}", *map(str, values)]
     return ["train_grpo.py", *line]
 
 
@@ -164,6 +168,36 @@ def test_reference_and_padded_batches(folder: Path) -> None:
     assert lines[0]["policy/ref_kl"] < 1e-6 and lines[1]["policy/ref_kl"] > 1e-6
     assert abs(lines[0]["policy/ratio_mean"] - 1) < 1e-5 and lines[0]["policy/grad_norm"] > 0
     assert (folder / "runs" / "reference" / "hf" / "tokenizer.json").is_file()
+
+
+def test_several_sources_and_a_template_file(folder: Path) -> None:
+    """case 5.04: engine and trainer agree on ids that come out of a template file, which the export carries.
+
+    Also a mixture by weight, dropped rows, accuracies of each source, and one preparation for both ranks.
+    """
+    template = folder / "own.jinja"
+    template.write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = [json.loads(line) for line in (folder / "eval10.jsonl").read_text().splitlines()]
+    longer = {"prompt": "1+" * 20, "label": "0"}
+    pq.write_table(pa.Table.from_pylist([*rows[:6], longer]), folder / "six.parquet")
+    sources = {"prompt_data": (folder / "data" / "rl.jsonl", folder / "six.parquet"), "prompt_data_weights": (1, 3)}
+    evaluation = {"eval_prompt_data": (folder / "eval10.jsonl", folder / "six.parquet"), "overlong_prompt": "drop"}
+    templated = {"apply_chat_template": True, "chat_template": template, "save_hf": True}
+    changes: dict[str, object] = {**sources, **evaluation, **templated, "data_cache": folder / "own_cache"}
+    done = torchrun(2, flags(folder, "sources", **changes), timeout=240)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.stdout.count(f"{folder}/six.parquet: 1 of 7 prompts are longer than --rollout-max-prompt-len 16") == 2
+    lines = metrics(folder, "sources")
+    assert len(lines) == 3
+    for line in (lines[0], lines[2]):
+        assert (line["eval/eval10/n"], line["eval/six/n"], line["eval/n"]) == (10, 6, 16)
+        total = 10 * line["eval/eval10/accuracy"] + 6 * line["eval/six/accuracy"]
+        assert line["eval/accuracy"] == pytest.approx(total / 16)
+    for line in lines[:2]:
+        assert line["mismatch/logprob_abs_max"] <= 1e-4 and abs(line["policy/ratio_before_update"] - 1) < 5e-5
+    assert (folder / "runs" / "sources" / "hf" / "chat_template.jinja").read_text() == template.read_text()
+    kept = [path for path in (folder / "own_cache").iterdir() if path.is_dir()]
+    assert len(kept) == 2
 
 
 BAD = {

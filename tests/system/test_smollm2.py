@@ -13,7 +13,7 @@ import torch
 from harness import ROOT, environment, torchrun
 
 from examples.smollm2.make_model import hf_name
-from moebius.data import load_prompts
+from moebius.data import PromptOptions, load_prompts
 from moebius.models.families import num_parameters, read_shape
 from moebius.tokenizer import load_tokenizer, tokenizer_files
 
@@ -128,7 +128,8 @@ def test_script_leaves_the_promised_run_folder(run: Path, model: Path) -> None:
     assert first["mismatch/logprob_abs_max"] <= PARITY
     assert abs(first["policy/ratio_mean"] - 1) < 5e-5
     assert first["eval/n"] == len(PROBLEMS)
-    prompts = load_prompts(str(run.parent / "train.jsonl"), load_tokenizer(str(model)), "question", "answer", True, 256)
+    options = PromptOptions("question", "answer", 256, apply_chat_template=True)
+    prompts = load_prompts([str(run.parent / "train.jsonl")], load_tokenizer(str(model)), options)
     limit = sum(len(prompt.token_ids) for prompt in prompts) + BLOCK * len(prompts)
     assert 0 < first["rollout/prompt_tokens_computed"] <= limit
     assert (run / "curves.png").stat().st_size > 10_000

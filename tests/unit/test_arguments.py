@@ -42,6 +42,16 @@ def test_resolved_defaults() -> None:
     assert (args.ref_load, args.rollout_seed, args.lr_decay_iters) == ("model", 1234, 100)
     assert (args.eps_clip_high, args.rollout_tensor_model_parallel_size) == (0.2, 1)
     assert (args.eval_max_response_len, args.tensorboard_dir) == (None, "runs/grpo/tensorboard")
+    assert (args.prompt_data, args.prompt_data_weights, args.overlong_prompt) == (("train.jsonl",), None, "refuse")
+
+
+def test_the_data_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "x")
+    assert parse_arguments(REQUIRED).data_cache == "x/moebius/data"
+    assert parse_arguments([*REQUIRED, "--data-cache", "c"]).data_cache == "c"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/h")
+    assert parse_arguments(REQUIRED).data_cache == "/h/.cache/moebius/data"
 
 
 def test_resolve_follows_the_flags_it_depends_on() -> None:
@@ -166,7 +176,10 @@ def test_saved_arguments_are_the_resolved_set(tmp_path: Path) -> None:
     text = path.read_text()
     saved = json.loads(text)
     assert path == tmp_path / "run" / "arguments.json"
-    assert saved["arguments"] == dataclasses.asdict(args) | {"rollout_stop_token_ids": [2]}
+    assert saved["arguments"] == dataclasses.asdict(args) | {
+        "rollout_stop_token_ids": [2],
+        "prompt_data": ["train.jsonl"],
+    }
     assert list(saved["arguments"]) == sorted(saved["arguments"])
     assert set(saved["versions"]) == {"python", "torch", "megatron-core", "vllm", "transformers"}
     assert all(saved["versions"].values())
@@ -183,6 +196,10 @@ def test_a_valid_run_passes(tmp_path: Path) -> None:
         parse_arguments([*base, "--eval-prompt-data", str(tmp_path / "eval.jsonl"), "--eval-interval", "5"]),
         world_size=2,
     )
+    several = ["--prompt-data", "hf:a/b:c", str(tmp_path), "--prompt-data-weights", "1", "0.5"]
+    template = ["--apply-chat-template", "--chat-template", str(tmp_path / "eval.jsonl")]
+    variables = ["--apply-chat-template-kwargs", '{"enable_thinking": false}']
+    validate(parse_arguments([*base, *several, *template, *variables]), world_size=1)
     packed = "--max-tokens-per-gpu 1024 --use-kl-loss --kl-loss-coef 0.1 --recompute-granularity full"
     validate(parse_arguments([*base, *flags(packed), "--recompute-num-layers", "2"]), world_size=2)
 
@@ -241,8 +258,15 @@ SMALL = "--rollout-batch-size 4 --n-samples-per-prompt 2 "
         ("--eval-temperature 1", "--eval-temperature 1.0 needs --eval-prompt-data"),
         ("--eval-max-response-len 9", "--eval-max-response-len 9 needs --eval-prompt-data"),
         ("--eval-prompt-data e.jsonl", "--eval-prompt-data e.jsonl needs --eval-interval"),
-        ("--eval-prompt-data e.jsonl --eval-interval 5", "--eval-prompt-data e.jsonl: no such file"),
-        ("--prompt-data none.jsonl", "--prompt-data none.jsonl: no such file"),
+        ("--eval-prompt-data hf:a/b e.jsonl --eval-interval 5", "--eval-prompt-data e.jsonl: no such file or folder"),
+        ("--prompt-data none.jsonl", "--prompt-data none.jsonl: no such file or folder"),
+        ("--prompt-data hf:a/b hf:a/c hf:a/b", "--prompt-data hf:a/b: a source must be named only once"),
+        ("--prompt-data-weights 1 2", r"--prompt-data-weights 1.0 2.0: must be as many as the sources of .* \(1\)"),
+        ("--chat-template c.jinja", "--chat-template c.jinja needs --apply-chat-template"),
+        ("--apply-chat-template --chat-template c.jinja", "--chat-template c.jinja: no such file"),
+        ("--apply-chat-template-kwargs {}", "--apply-chat-template-kwargs {} needs --apply-chat-template"),
+        ("--apply-chat-template --apply-chat-template-kwargs [1]", r"kwargs \[1\]: it must be a JSON object"),
+        ("--apply-chat-template --apply-chat-template-kwargs {", "kwargs {: it must be a JSON object"),
         ("--hf-checkpoint org/name", "--hf-checkpoint org/name: it must be a Hugging Face model folder"),
     ],
 )

@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from examples.arithmetic import make_data, make_tokenizer, summary, warm_up
 from moebius.arguments import Arguments, resolve, save_arguments
-from moebius.data import Column, load_prompts, read_jsonl, text_fault
+from moebius.data import PromptOptions, load_prompts
 from moebius.models.families import num_parameters, read_shape
 from moebius.models.shape import check_fits
 from moebius.tokenizer import load_tokenizer, stop_token_ids
@@ -124,10 +124,10 @@ def test_command_lines_make_a_folder_that_loads(tmp_path: Path, monkeypatch: pyt
 def test_files_are_what_the_loaders_want(tmp_path: Path) -> None:
     make_data.make_data(tmp_path, range(10), warmup_rows=30, rl_rows=30, eval_rows=20)
     tokenizer = make_tokenizer.make_tokenizer(tmp_path / "warmup.jsonl", tmp_path)
-    prompts = load_prompts(str(tmp_path / "eval.jsonl"), tokenizer, "prompt", "label", False, 4)
+    prompts = load_prompts([str(tmp_path / "eval.jsonl")], tokenizer, PromptOptions("prompt", "label", 4))
     assert [prompt.text for prompt in prompts] == [row["prompt"] for row in rows_of(tmp_path / "eval.jsonl")]
-    columns = [Column("prompt", "--input-key", text_fault), Column("response", "--label-key", text_fault)]
-    assert len(read_jsonl(str(tmp_path / "warmup.jsonl"), columns, "--prompt-data")) == 30
+    worked = load_prompts([str(tmp_path / "warmup.jsonl")], tokenizer, PromptOptions("prompt", "response", 4))
+    assert len(worked) == 30
     assert stop_token_ids(tokenizer, str(tmp_path)) == [2]
 
 
@@ -176,7 +176,7 @@ def test_three_lines_say_what_the_run_did(tmp_path: Path) -> None:
         {"step": 2, "eval/accuracy": 0.921, "eval/n": 1000.0},
     ]
     save_arguments(
-        resolve(Arguments(hf_checkpoint="m", prompt_data="p", rm_type="math", eval_temperature=1.0)), tmp_path
+        resolve(Arguments(hf_checkpoint="m", prompt_data=("p",), rm_type="math", eval_temperature=1.0)), tmp_path
     )
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("\n".join(map(json.dumps, steps)))

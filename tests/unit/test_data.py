@@ -1,66 +1,30 @@
 """Prompt files, tokenizers, the order of prompts, and request seeds."""
 
 import json
-import string
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, processors
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from prompt_data import BODY, CHARACTERS, character_tokenizer, load, write_rows
+from transformers import PreTrainedTokenizerFast
 
 from moebius.data import (
-    Column,
-    Prompt,
+    PromptOptions,
     PromptSampler,
-    label_fault,
     load_prompts,
     normalize_label,
-    read_jsonl,
+    open_source,
     replica_rows,
     request_seed,
-    text_fault,
 )
 from moebius.tokenizer import load_tokenizer, stop_token_ids, tokenizer_files
 
-CHARACTERS = string.printable
-BODY = (
-    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
-COLUMNS = [Column("prompt", "--input-key", text_fault), Column("answer", "--label-key", label_fault)]
 
-
-def character_tokenizer(
-    template: str | None = None, bos: bool = True, auto_bos: bool = False, pad: str | None = None
-) -> PreTrainedTokenizerFast:
-    """One token a character; <unk> 0, <s> 1, </s> 2 (both of them absent without `bos`, but for the end)."""
-    pieces = ["<unk>", "<s>", "</s>", *CHARACTERS] if bos else ["<unk>", "</s>", *CHARACTERS]
-    tokenizer = Tokenizer(models.Unigram([(piece, 0.0) for piece in pieces], unk_id=0))
-    tokenizer.decoder = decoders.Fuse()
-    if auto_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", **({"bos_token": "<s>"} if bos else {})
+def test_data_module_imports_no_large_package() -> None:
+    code = (
+        "import sys, moebius.data; print(sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
     )
-    fast.chat_template = template
-    if pad:
-        fast.pad_token = pad
-    return fast
-
-
-def write_rows(path: Path, *rows: object) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-def load(path: str, tokenizer: PreTrainedTokenizerBase, template: bool = False, limit: int = 100) -> list[Prompt]:
-    return load_prompts(path, tokenizer, "prompt", "answer", template, limit)
-
-
-def test_data_module_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, moebius.data; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -86,9 +50,18 @@ def test_raw_prompts_are_what_the_tokenizer_makes_of_them(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("value", "label"),
-    [(" 7 ", " 7 "), (72, "72"), (72.0, "72"), (-0.25, "-0.25"), (1e-7, "0.0000001"), (1e22, "1" + "0" * 22), (0, "0")],
+    [
+        *[(" 7 ", " 7 "), (72, "72"), (72.0, "72"), (-0.25, "-0.25"), (1e-7, "0.0000001"), (1e20, "1" + "0" * 20)],
+        *[
+            (0, "0"),
+            (5.0, "5"),
+            (True, "true"),
+            (["é", 1, 2.0], '["é", 1, 2.0]'),
+            ({"b": 1, "a": []}, '{"b": 1, "a": []}'),
+        ],
+    ],
 )
-def test_labels_become_text(value: str | int | float, label: str) -> None:
+def test_labels_become_text(value: str | int | float | list | dict, label: str) -> None:
     assert normalize_label(value) == label
 
 
@@ -215,10 +188,11 @@ def test_tokenizer_without_template(tmp_path: Path) -> None:
     chat = write_rows(tmp_path / "chat.jsonl", {"prompt": [{"role": "user", "content": "a"}], "answer": "1"})
     assert len(load(plain, character_tokenizer())) == 1
     with pytest.raises(
-        ValueError, match="--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template"
+        ValueError,
+        match="--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template; .*--chat-template",
     ):
         load(plain, character_tokenizer(), template=True)
-    with pytest.raises(ValueError, match=r"row 1: column 'prompt' .*need --apply-chat-template and a tokenizer with"):
+    with pytest.raises(ValueError, match=r"row 1: column 'prompt' .*need --apply-chat-template and --chat-template"):
         load(chat, character_tokenizer())
     with pytest.raises(ValueError, match=r"chat messages, which need --apply-chat-template$"):
         load(chat, character_tokenizer(BODY))
@@ -229,7 +203,8 @@ def test_blank_lines_and_byte_order_marks_are_harmless(tmp_path: Path) -> None:
     """case 5.05: a byte-order mark, Windows line ends, a blank line, and a line separator inside a text."""
     row = '{"prompt": "a\u2028b", "answer": 1}'
     (tmp_path / "a.jsonl").write_bytes(f"\ufeff{row}\r\n\r\n  \n\ufeff{row}".encode())
-    rows = read_jsonl(str(tmp_path / "a.jsonl"), COLUMNS, "--prompt-data")
+    (part,) = open_source(str(tmp_path / "a.jsonl"), 0, "--prompt-data")
+    rows = list(part.read())
     assert [line for line, _ in rows] == [1, 4]
     assert rows[0].values == {"prompt": "a\u2028b", "answer": 1}
 
@@ -243,23 +218,23 @@ def test_all_faulty_rows_are_reported_together(tmp_path: Path) -> None:
         b"",
         b'{"prompt": "a", "answer": "1"',
         b'["a", "1"]',
-        b'{"prompt": 5, "answer": true}',
+        b'{"prompt": 5, "answer": [NaN]}',
         b'{"prompt": "a", "answer": NaN}',
         b'{"prompt": "\xff", "answer": "1"}',
     ]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(ValueError) as caught:
-        read_jsonl(str(path), COLUMNS, "--eval-prompt-data")
+        load_prompts([str(path)], character_tokenizer(), PromptOptions("prompt", "answer", 9), "--eval-prompt-data")
     assert str(caught.value).splitlines() == [
         f"--eval-prompt-data {path}: 7 of 8 rows are faulty; wanted columns: 'prompt', 'answer'",
         "  row 2: column 'answer' (--label-key) is missing; found columns: 'prompt', 'id'",
         "  row 3: column 'prompt' (--input-key) is missing; found columns: 'question', 'answer'",
-        "  row 3: column 'answer' (--label-key) is NoneType, wanted str, int or float",
+        "  row 3: column 'answer' (--label-key) is NoneType, wanted str, int, float, bool, list or dict",
         "  row 5: is not JSON: Expecting ',' delimiter at column 30",
         "  row 6: is list, wanted a JSON object",
-        "  row 7: column 'prompt' (--input-key) is int, wanted str",
-        "  row 7: column 'answer' (--label-key) is bool, wanted str, int or float",
+        "  row 7: column 'prompt' (--input-key) is int, wanted str or a list of messages",
+        "  row 7: column 'answer' (--label-key) holds a number that is not finite",
         "  row 8: column 'answer' (--label-key) is nan, wanted a finite number",
         "  row 9: is not UTF-8 text",
     ]
@@ -269,7 +244,7 @@ def test_a_file_of_faults_shows_the_first_ten(tmp_path: Path) -> None:
     """case 5.05: a file with other column names."""
     path = write_rows(tmp_path / "a.jsonl", *[{"question": "a", "answer": "1"}] * 1000)
     with pytest.raises(ValueError) as caught:
-        read_jsonl(path, COLUMNS, "--prompt-data")
+        load(path, character_tokenizer())
     assert len(str(caught.value).splitlines()) == 12
     assert "1000 of 1000 rows" in str(caught.value) and "... and 990 more" in str(caught.value)
 
@@ -277,7 +252,7 @@ def test_a_file_of_faults_shows_the_first_ten(tmp_path: Path) -> None:
 def test_unreadable_file_names_the_option(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.jsonl"):
         with pytest.raises(ValueError, match=r"--prompt-data .*: cannot be read"):
-            read_jsonl(str(path), COLUMNS, "--prompt-data")
+            load(str(path), character_tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -203,12 +203,24 @@ def test_checkpoints_are_read_in_every_form(tmp_path: Path, family: str, form: s
         assert torch.equal(reader.read(name, rows, columns), value if columns is None else value[:, 1:]), name
 
 
+CALLED: list[str] = []
+
+
+class Code:
+    """Unpickled without care, it calls a function."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CALLED.append, ("called",)
+
+
 def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
     make_hf_model("opt", tmp_path, tied=True, layers=2)
     (tmp_path / "model.safetensors").unlink()
-    torch.save({"model.x": Path("code")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"--hf-checkpoint .*pytorch_model.bin cannot be read"):
-        HFReader(tmp_path)
+    for content in (Code(), 3.0):
+        torch.save({"model.x": content}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=r"--hf-checkpoint .*pytorch_model.bin cannot be read"):
+            HFReader(tmp_path)
+    assert not CALLED
 
 
 def test_test_models_turn_on_all_sides_of_the_scaling(tmp_path: Path) -> None:

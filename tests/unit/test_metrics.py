@@ -161,6 +161,10 @@ def test_progress_of_a_long_phase_is_shown_by_rank_0_only(
     monkeypatch.setenv("RANK", "1")
     items = range(50)
     assert progress(items, 50, "evaluation") is items
+    # A rank that works for its whole node shows the bar, if it is the first node.
+    for node, shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("GROUP_RANK", node)
+        assert (progress(items, 50, "evaluation", alone=True) is not items) is shown
 
 
 def test_curves_from_the_command_line(tmp_path: Path) -> None:

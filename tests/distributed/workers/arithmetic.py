@@ -41,7 +41,7 @@ A, B, LONG = [31, 32, 33, 34, 35], [41, 42, 43, 44], list(range(51, 60))
 ONE_BY_ONE, TOGETHER, PADDED = Batching(1), Batching(8), Batching(8, packed=False)
 ARGUMENTS = Arguments(
     hf_checkpoint="-",
-    prompt_data="-",
+    prompt_data=("-",),
     rm_type="math",
     eps_clip=0.02,
     eps_clip_high=0.03,

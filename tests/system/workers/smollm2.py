@@ -17,7 +17,7 @@ from hybrid_engine.engine import EngineOptions, HybridEngine, Request
 from moebius import runtime
 from moebius.actor import build_actor
 from moebius.batches import Sample
-from moebius.data import encode_input
+from moebius.data import PromptOptions, encode_inputs
 from moebius.models.binding import engine_parameters
 from moebius.models.families import read_shape
 from moebius.tokenizer import load_tokenizer, stop_token_ids
@@ -43,7 +43,8 @@ def main() -> None:
     engine = HybridEngine(folder, state, metas, trainer, actor.sync_parameters, options, CPU)
 
     stop = stop_token_ids(tokenizer, folder)
-    prompts = [encode_input(tokenizer, question, apply_chat_template=True)[0] for question in questions]
+    templated = PromptOptions("question", "answer", 256, apply_chat_template=True)
+    prompts = [tuple(ids) for ids, _ in encode_inputs(tokenizer, questions, templated)]
     requests = [
         Request(prompt, seed=i, max_tokens=40, temperature=temperature, stop_token_ids=stop)
         for i, prompt in enumerate(prompts)
