@@ -13,6 +13,8 @@ NAMES = {
     "opt-350m": "OPT",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen2-kv2": "Qwen2",
+    "qwen3-kv2": "Qwen3",
 }
 # positions of the tests lie on all three sides: pairs that keep their frequency, slow ones, and those between
 LLAMA_3_ROPE = {
@@ -51,6 +53,8 @@ def make_hf_model(
 
     transformers.logging.set_verbosity_error()
     name = NAMES[family]
+    if family.endswith("-kv2"):  # fewer KV heads than TP ranks
+        family, kv_heads = family.removesuffix("-kv2"), 2
     config_class: Any = getattr(transformers, f"{name}Config")
     model_class: Any = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(seed)

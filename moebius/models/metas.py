@@ -30,7 +30,7 @@ def stage_of(weight: Weight, shape: ModelShape, stages: int) -> int:
 
 def qkv_blocks(shape: ModelShape, layout: ParallelLayout) -> int:
     """Blocks of a qkv shard: one for each rollout rank, or one for each KV head where ranks outnumber KV heads."""
-    return min(layout.blocks, shape.num_query_groups // layout.tensor_model_parallel_size)
+    return max(1, min(layout.blocks, shape.num_query_groups // layout.tensor_model_parallel_size))
 
 
 def blocks_of(weight: Weight, shape: ModelShape, layout: ParallelLayout) -> int:

@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -122,11 +123,19 @@ class CoreAttention(MegatronModule):
 
 
 class BlockedSelfAttention(SelfAttention):
-    """mcore's SelfAttention whose qkv rows are stored as `blocks` x [q; k; v] (see blocks.py)."""
+    """mcore's SelfAttention whose qkv rows are stored as `blocks` x [q; k; v] (see blocks.py).
+
+    Where TP ranks outnumber KV heads, a rank stores its part of the rows of one k and one v head, and gathers the rest
+    of both from the ranks that share them.
+    """
 
     def __init__(self, *args: Any, blocks: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        queries, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_query_groups
+        assert kv_heads is not None
+        self.tp_size: int = self.pg_collection.tp.size()
+        self.sharing = max(1, self.tp_size // kv_heads)
+        queries, groups = heads // self.tp_size, max(1, kv_heads // self.tp_size)
         assert queries % blocks == 0 and groups % blocks == 0, (queries, groups, blocks)
         self.blocks = blocks
         self.heads_per_block = [queries // blocks, groups // blocks, groups // blocks]
@@ -138,6 +147,8 @@ class BlockedSelfAttention(SelfAttention):
         linear: Any = self.linear_qkv
         mixed, _ = linear(hidden_states)
         s, b, d = mixed.size(0), mixed.size(1), self.hidden_size_per_attention_head
+        if self.sharing > 1:
+            mixed = self._with_whole_kv_head(mixed, self.heads_per_block[0] * d)
         parts = mixed.view(s, b, self.blocks, -1, d).split(self.heads_per_block, dim=3)
         query, key, value = (part.reshape(s, b, -1, d) for part in parts)
         if self.q_layernorm is not None:
@@ -145,6 +156,15 @@ class BlockedSelfAttention(SelfAttention):
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
         return query, key, value
+
+    def _with_whole_kv_head(self, mixed: Tensor, query_rows: int) -> Tensor:
+        """[s, b, q + parts of k, v] -> [s, b, q + k + v]; backward sums over the ranks that share the head."""
+        query, part = mixed.split([query_rows, mixed.size(-1) - query_rows], dim=-1)
+        group = self.pg_collection.tp
+        gathered = all_gather_last_dim_from_tensor_parallel_region(part.contiguous(), group=group)
+        first = group.rank() // self.sharing * self.sharing
+        parts = gathered.unflatten(-1, (self.tp_size, 2, -1))[:, :, first : first + self.sharing]
+        return torch.cat([query, parts.transpose(2, 3).flatten(2)], dim=-1)
 
 
 class BlockedMLP(MLP):

@@ -74,10 +74,10 @@ def check_fits(shape: ModelShape, tp: int, pp: int, rollout_tp: int | None) -> N
         raise ValueError(f"--pipeline-model-parallel-size {pp} is more than the {shape.num_layers} layers of the model")
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     numbers = f"{heads} query heads and {groups} KV heads"
-    if heads % tp or groups % tp:
+    if heads % tp or (groups % tp and (tp % groups or shape.head_dim * groups % tp)):
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} does not fit {numbers}: it must divide both "
-            "(KV heads are not copied in training)"
+            f"--tensor-model-parallel-size {tp} does not fit {numbers}: it must divide the query heads, and be a "
+            "divisor or a multiple of the KV heads"
         )
     if shape.ffn_hidden_size % tp:
         raise ValueError(

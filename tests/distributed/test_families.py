@@ -27,6 +27,9 @@ PARITY = 1e-4
 # families with modules or parameters that Llama and Qwen3 (test_training.py) lack
 TRAINED = ("qwen2", "opt", "opt-350m")
 TRAINING_CUTS = {1: ("one", "tokens", "recompute_full"), 2: ("dp2", "tp2", "pp2", "tp2_sp", "dp2_overlap")}
+# more TP ranks than KV heads
+SHARED_KV = ("qwen2-kv2", "qwen3-kv2")
+SHARED_KV_CUTS = {1: ("one",), 4: ("tp4", "tp2_pp2")}
 TOLERANCE = 1e-5
 
 
@@ -43,9 +46,10 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("training")
     found: dict[str, Any] = {}
-    for world, cuts in TRAINING_CUTS.items():
-        arguments = (str(folder), ",".join(TRAINED), ",".join(cuts))
-        found |= launch("training", world, folder / f"{world}.json", *arguments)
+    for families, by_world in ((TRAINED, TRAINING_CUTS), (SHARED_KV, SHARED_KV_CUTS)):
+        for world, cuts in by_world.items():
+            arguments = (str(folder), ",".join(families), ",".join(cuts))
+            found |= launch("training", world, folder / f"{world}.json", *arguments)
     return found, folder
 
 
@@ -69,6 +73,7 @@ def test_engine_equals_trainer_and_hugging_face(figures: dict[str, Any], world: 
 
 
 PAIRS = [(f, cut) for f in TRAINED for cuts in TRAINING_CUTS.values() for cut in cuts if cut != "one"]
+PAIRS += [(f, cut) for f in SHARED_KV for cut in SHARED_KV_CUTS[4]]
 SGD = [(f, cut) for f, cut in PAIRS if cut != "dp2_overlap"]
 
 
@@ -95,8 +100,10 @@ def test_training_does_not_depend_on_the_cut(runs: tuple[dict[str, Any], Path], 
             assert worst <= TOLERANCE, (kind, name, worst)
 
 
-@pytest.mark.parametrize("cut", ["tp2", "pp2"])
-@pytest.mark.parametrize("family", TRAINED)
+EXPORTS = [(f, cut) for f in TRAINED for cut in ("tp2", "pp2")] + [(f, "tp4") for f in SHARED_KV]
+
+
+@pytest.mark.parametrize(("family", "cut"), EXPORTS)
 def test_export_reloads_bit_equal(runs: tuple[dict[str, Any], Path], family: str, cut: str) -> None:
     import transformers
 

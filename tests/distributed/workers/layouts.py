@@ -52,6 +52,8 @@ PAIRS: dict[int, dict[str, Pair]] = {
         "pp4 to tp4": Pair(1, 4, 4),
         "tp2 to tp4, 2 kv heads": Pair(2, 1, 4, "qwen3", True, 2),
         "pp4 to tp4, projections": Pair(1, 4, 4, "opt-350m"),
+        "tp4 with 2 kv heads to 2 x tp2": Pair(4, 1, 2, "qwen3", True, 2),
+        "tp4 sp with 2 kv heads to tp4": Pair(4, 1, 4, "qwen2", False, 2, True),
         "tp2 sp pp2 to 2 x tp2": Pair(2, 2, 2, "qwen2", True, 4, True),
     },
 }
