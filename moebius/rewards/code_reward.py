@@ -43,7 +43,7 @@ _COMPARISONS = {ast.Eq: "__equal__", ast.NotEq: "__differ__", ast.In: "__within_
 
 
 @dataclass(frozen=True)
-class Tests:
+class ProgramTests:
     """A label's tests: Python text, or pairs of inputs and outputs, for a function where `fn_name` is given."""
 
     code: str = ""
@@ -96,7 +96,7 @@ def extract_program(response: str) -> str | None:
     return response if len(response) <= _LONGEST_PROGRAM and _parse(response) is not None else None
 
 
-def parse_tests(label: str, metadata: dict[str, Any]) -> Tests:
+def parse_tests(label: str, metadata: dict[str, Any]) -> ProgramTests:
     """The tests of a label.
 
     Raises:
@@ -107,9 +107,9 @@ def parse_tests(label: str, metadata: dict[str, Any]) -> Tests:
     except ValueError:
         value = label
     if isinstance(value, str):
-        return Tests(code=_checked_code(value, metadata.get("entry_point")))
+        return ProgramTests(code=_checked_code(value, metadata.get("entry_point")))
     if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-        return Tests(code=_checked_code("\n".join(value), None))
+        return ProgramTests(code=_checked_code("\n".join(value), None))
     if isinstance(value, dict):
         return _pairs(value)
     raise _faulty(label, "it must be a JSON list of asserts, an object with inputs and outputs, or Python text")
@@ -146,7 +146,7 @@ class _Guarded(ast.NodeTransformer):
         return ast.Call(ast.Name(name, ast.Load()), [node.left, node.comparators[0]], [])
 
 
-def _pairs(value: dict[str, Any]) -> Tests:
+def _pairs(value: dict[str, Any]) -> ProgramTests:
     inputs, outputs, fn_name = value.get("inputs"), value.get("outputs"), value.get("fn_name")
     label = json.dumps(value)
     if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):
@@ -158,7 +158,7 @@ def _pairs(value: dict[str, Any]) -> Tests:
         raise _faulty(label, f"each input must be {what}")
     if fn_name is None and not all(isinstance(wanted, str) for wanted in outputs):
         raise _faulty(label, "each output must be text")
-    return Tests(inputs=tuple(inputs), outputs=tuple(outputs), fn_name=fn_name)
+    return ProgramTests(inputs=tuple(inputs), outputs=tuple(outputs), fn_name=fn_name)
 
 
 def _tests_pass(sandbox: Sandbox, program: str, code: str, seconds: float) -> bool:
@@ -167,7 +167,7 @@ def _tests_pass(sandbox: Sandbox, program: str, code: str, seconds: float) -> bo
     return ended.report == token.encode()
 
 
-def _calls_pass(sandbox: Sandbox, program: str, tests: Tests, seconds: float) -> bool:
+def _calls_pass(sandbox: Sandbox, program: str, tests: ProgramTests, seconds: float) -> bool:
     request = {"mode": "call", "program": program, "fn_name": tests.fn_name, "inputs": tests.inputs}
     try:
         results = json.loads(sandbox.run(request, "", seconds).report)

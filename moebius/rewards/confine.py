@@ -19,6 +19,7 @@ MEMORY_BYTES = 2 << 30
 FILE_BYTES = 1 << 20
 FOLDER_BYTES = 32 << 20
 OPEN_FILES = 64
+PROCESSES = 64
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -137,6 +138,8 @@ def enter_namespaces(folder: str) -> None:
     )
     _mount_memory("/proc", _MS_RDONLY, "size=4k")
     _mount_memory(folder, 0, f"size={FOLDER_BYTES},nr_inodes=1000,mode=700")
+    # Counted in this namespace only; root is not bound by it.
+    resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
 
 
 def limit_resources(cpu_seconds: int) -> None:

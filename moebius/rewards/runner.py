@@ -28,7 +28,7 @@ def main() -> None:
     with open(request_file, "rb") as file:
         request = json.load(file)
     confine(request)
-    del sys.argv[1:]
+    sys.argv[:] = ["program.py"]
     mode, program = request["mode"], request["program"]
     if mode == "stdin":
         run(program, "__main__")

@@ -6,7 +6,7 @@ and what `confine.py` adds where the system allows it. It is killed as a group w
 when this process ends. Its standard input and output are files in memory.
 
 What a program can still do: read the files that this user can read; use the CPU time and memory of its limits; where
-`namespaces` is refused, also write this user's files and see other processes; where `filter` is refused, start processes
+`namespaces` is refused, also write this user's files and see other processes; where both are refused, start processes
 that outlive it. It is a guard against what models write, not against an attacker who is after this machine: for that,
 start the whole run in a virtual machine.
 """
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,12 @@ class Ended:
 class Sandbox:
     """Starts programs with every layer of confinement that this system allows, which is found out once."""
 
-    def __init__(self) -> None:
-        self._layers = [layer for layer in LAYERS if self._works(layer)]
+    def __init__(self, wanted: Sequence[str] = LAYERS) -> None:
+        self.layers = [layer for layer in wanted if self._works(layer)]
 
     def notices(self) -> list[str]:
         """What this system does not allow, a sentence each."""
-        refused = set(LAYERS) - set(self._layers)
+        refused = set(LAYERS) - set(self.layers)
         texts = []
         if "filter" in refused:
             texts.append("code reward: this system does not allow system-call filters; programs can start processes")
@@ -57,7 +58,7 @@ class Sandbox:
                 "its processes"
             )
         if refused == set(LAYERS):
-            texts.append("code reward: this system allows neither; programs can reach the network")
+            texts.append("code reward: programs can reach the network, and start processes that outlive them")
         return texts
 
     def run(self, request: dict[str, Any], stdin: str, seconds: float) -> Ended:
@@ -66,7 +67,7 @@ class Sandbox:
         Raises:
             OutOfTime: the program was still running then; it is gone now.
         """
-        return self._run(request, stdin, seconds, self._layers)
+        return self._run(request, stdin, seconds, self.layers)
 
     def _works(self, layer: str) -> bool:
         try:
