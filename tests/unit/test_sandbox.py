@@ -45,6 +45,7 @@ def run(sandbox: Sandbox, program: str, stdin: str = "", seconds: float = 20.0) 
 
 def programs_left() -> list[int]:
     """Processes of programs, wherever they went; given a moment to end, as the kernel kills in its own time."""
+    left: list[int] = []
     for _ in range(100):
         left = [p.pid for p in psutil.process_iter(["cmdline", "status"]) if RUNNER in (p.info["cmdline"] or ())]
         if not left:
