@@ -198,7 +198,7 @@ def test_a_batch_of_programs() -> None:
         item("No program.", ASSERTS),
         item(DOUBLE, "no tests"),
     ]
-    with pool("code", num_workers=2, timeout_seconds=2.0) as rewards:
+    with pool("code", num_workers=2, timeout_seconds=3.0) as rewards:
         rewards.wait_until_ready()
         result = rewards.score([*good[:12], *bad, *good[12:]])
         again = rewards.score(good)
