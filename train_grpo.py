@@ -20,7 +20,6 @@ from moebius.batches import Sample
 from moebius.exchange import exchange_samples
 from moebius.losses import kl_k3, policy_loss
 from moebius.metrics import Timer
-from moebius.rewards import make_reward_pool
 from moebius.rollout import Rollout, evaluate, generate, permute_rewards, rollout_metrics, score
 from moebius.tokenizer import load_tokenizer
 from moebius.train_step import LossFunction, check_mismatch, compute_log_probs, mismatch_metrics, train_step
@@ -118,7 +117,7 @@ def main() -> None:
     tokenizer = load_tokenizer(args.hf_checkpoint, args.chat_template)
     prompts, eval_prompts = setup.load_data(args, tokenizer, shape)
     sampler = setup.make_sampler(args, prompts)
-    rewards = make_reward_pool(args.rm_type, args.custom_rm_path, args.rm_workers, args.rm_timeout)
+    rewards = setup.make_rewards(args)
     sampling, eval_sampling = setup.make_sampling(args, tokenizer)
     rewards.wait_until_ready()
     setup.open_run_folder(args, state)
@@ -140,7 +139,7 @@ def main() -> None:
                 with timer.timed("rollout"):
                     rollout = generate(engine, state, batch, sampling, step, "train")
             with timer.timed("reward"):
-                counts = score(rollout, rewards, tokenizer, state)
+                scored = score(rollout, rewards, tokenizer, state)
             if args.debug_permute_rewards:
                 permute_rewards(rollout, args.seed, step)
             assign_advantages(rollout, args.n_samples_per_prompt, not args.disable_grpo_std_normalization)
@@ -148,7 +147,7 @@ def main() -> None:
                 rollout.samples, len(batch) * args.n_samples_per_prompt, args.global_batch_size, state, device
             )
             metrics |= update_policy(args, actor, reference, updates, timer, first=step == 0)
-        metrics |= rollout_metrics(rollout, counts, args.n_samples_per_prompt, state, device)
+        metrics |= rollout_metrics(rollout, scored, state, device)
         metrics |= engine_metrics(engine) | timer.seconds | throughput(metrics, timer.seconds)
         logger.log(step, metrics)
 

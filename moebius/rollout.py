@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybrid_engine.engine import Generation, HybridEngine, Request
 from moebius.batches import Sample
 from moebius.data import Prompt, Prompts, replica_rows, request_seed
-from moebius.rewards import RewardItem, RewardPool
+from moebius.rewards import RewardItem, Rewards, Scores
 from parallel_state.groups import ParallelState
 
 
@@ -28,11 +28,24 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """This engine's part of a step: samples by global index (position in the step's batch * n + sample)."""
+    """This engine's part of a step: samples by global index (position in the step's batch * n_samples + sample)."""
 
     samples: dict[int, Sample]
     prompts: dict[int, Prompt]
     generations: dict[int, Generation]
+    n_samples: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the rewards said of this engine's samples, to be added up over the engines.
+
+    sums: for each reward NAME, `sum/NAME` of its rewards, `timeouts/NAME` and `errors/NAME` (counts). tracebacks: the
+    first error of each reward on this rank.
+    """
+
+    sums: dict[str, float]
+    tracebacks: dict[str, str]
 
 
 def generate(
@@ -64,17 +77,16 @@ def generate(
     samples = {
         index: Sample(prompts[index].token_ids, made.token_ids, made.log_probs) for index, made in generations.items()
     }
-    return Rollout(samples, prompts, generations)
+    return Rollout(samples, prompts, generations, n)
 
 
-def score(rollout: Rollout, rewards: RewardPool, tokenizer: Any, state: ParallelState) -> dict[str, float]:
-    """Fills in the rewards; the ranks of an engine share the work. Collective over the rollout group.
-
-    Returns:
-        counts over this engine's samples: `timeouts` and `errors` of the reward.
-    """
+def score(rollout: Rollout, rewards: Rewards, tokenizer: Any, state: ParallelState) -> Scored:
+    """Fills in the total rewards; the ranks of an engine share the work. Collective over the rollout group."""
     indices = sorted(rollout.samples)
-    mine = indices[state.at.rollout_tp :: state.layout.rollout_tp]
+    # Functions for groups need all samples of a prompt, which lie side by side.
+    size = rollout.n_samples if rewards.grouped else 1
+    units = [indices[first : first + size] for first in range(0, len(indices), size)]
+    mine = [index for unit in units[state.at.rollout_tp :: state.layout.rollout_tp] for index in unit]
     items = [
         RewardItem(
             prompt=rollout.prompts[index].text,
@@ -84,13 +96,42 @@ def score(rollout: Rollout, rewards: RewardPool, tokenizer: Any, state: Parallel
         )
         for index in mine
     ]
-    result = rewards.score(items)
+    scores = rewards.score(items, size)
     parts: list[Any] = [None] * state.layout.rollout_tp
-    dist.all_gather_object(parts, (mine, result.rewards, result.timeouts, result.errors), group=state.rollout.tp)
-    for scored, values, _, _ in parts:
-        for index, value in zip(scored, values, strict=True):
-            rollout.samples[index].reward = value
-    return {"timeouts": float(sum(p[2] for p in parts)), "errors": float(sum(p[3] for p in parts))}
+    dist.all_gather_object(parts, (mine, scores.totals, _sums(scores)), group=state.rollout.tp)
+    for scored, totals, _ in parts:
+        for index, total in zip(scored, totals, strict=True):
+            rollout.samples[index].reward = total
+    sums = {name: float(sum(part[2][name] for part in parts)) for name in parts[0][2]}
+    return Scored(sums, {name: part.first_error for name, part in scores.parts.items() if part.first_error})
+
+
+def _sums(scores: Scores) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for name, part in scores.parts.items():
+        sums |= {f"sum/{name}": sum(part.rewards), f"timeouts/{name}": part.timeouts, f"errors/{name}": part.errors}
+    return sums
+
+
+def reward_metrics(total: dict[str, float], scored: Scored, n: float) -> dict[str, float]:
+    """`timeouts` and `errors` over all rewards, and for several rewards `NAME/mean`, `NAME/timeouts`, `NAME/errors`.
+
+    Args:
+        total: `scored.sums` over all engines. n: samples over all engines.
+
+    Raises:
+        RuntimeError: a reward failed for every sample, which is a bug in it and no answer of the model's.
+    """
+    names = [key.removeprefix("errors/") for key in scored.sums if key.startswith("errors/")]
+    metrics = {kind: sum(total[f"{kind}/{name}"] for name in names) for kind in ("timeouts", "errors")}
+    for name in names:
+        if total[f"errors/{name}"] == n:
+            seen = scored.tracebacks.get(name, "its traceback is shown by another rank")
+            raise RuntimeError(f"reward {name} failed for every one of {n:.0f} samples:\n{seen}")
+        if len(names) > 1:
+            metrics[f"{name}/mean"] = total[f"sum/{name}"] / n
+            metrics |= {f"{name}/{kind}": total[f"{kind}/{name}"] for kind in ("timeouts", "errors")}
+    return metrics
 
 
 def permute_rewards(rollout: Rollout, seed: int, step: int) -> None:
@@ -102,10 +143,13 @@ def permute_rewards(rollout: Rollout, seed: int, step: int) -> None:
         rollout.samples[index].reward = rewards[source]
 
 
-def rollout_metrics(
-    rollout: Rollout, counts: dict[str, float], n_samples: int, state: ParallelState, device: torch.device
-) -> dict[str, float]:
-    """Means and counts over the whole step, on every rank. Collective over the world."""
+def rollout_metrics(rollout: Rollout, scored: Scored, state: ParallelState, device: torch.device) -> dict[str, float]:
+    """Means and counts over the whole step, on every rank. Collective over the world.
+
+    Raises:
+        RuntimeError: as `reward_metrics`.
+    """
+    n_samples = rollout.n_samples
     indices = sorted(rollout.samples)
     samples = [rollout.samples[i] for i in indices]
     generations = [rollout.generations[i] for i in indices]
@@ -120,13 +164,12 @@ def rollout_metrics(
         "groups": len(groups),
         "identical": sum(identical),
         "no_signal": sum(len({s.reward for s in group}) == 1 for group in groups),
-        **counts,
+        **scored.sums,
     }
     total = world_sums(sums, state, device)
     return {
         "reward/mean": total["reward"] / total["samples"],
-        "reward/timeouts": total["timeouts"],
-        "reward/errors": total["errors"],
+        **{f"reward/{name}": value for name, value in reward_metrics(total, scored, total["samples"]).items()},
         "rollout/response_length_mean": total["response_tokens"] / total["samples"],
         "rollout/response_tokens": total["response_tokens"],
         "rollout/truncated_share": total["truncated"] / total["samples"],
@@ -150,18 +193,21 @@ def evaluate(
     state: ParallelState,
     prompts: Prompts,
     sampling: Sampling,
-    rewards: RewardPool,
+    rewards: Rewards,
     tokenizer: Any,
     step: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """Mean reward over every row exactly once, and of each source where there are several.
+    """Mean total reward over every row exactly once, and of each source where there are several.
 
     Collective over the world; the engine must be awake.
+
+    Raises:
+        RuntimeError: as `reward_metrics`.
     """
     rollout = generate(engine, state, prompts, sampling, step, "eval")
-    counts = score(rollout, rewards, tokenizer, state)
-    sums = {"n": len(rollout.samples), "reward": sum(s.reward for s in rollout.samples.values()), **counts}
+    scored = score(rollout, rewards, tokenizer, state)
+    sums = {"n": len(rollout.samples), "reward": sum(s.reward for s in rollout.samples.values()), **scored.sums}
     names = prompts.sources if len(prompts.sources) > 1 else ()
     for name in names:
         mine = [index for index, prompt in rollout.prompts.items() if prompt.source == name]
@@ -174,6 +220,5 @@ def evaluate(
         **{f"eval/{name}/n": total[f"{name}/n"] for name in names},
         "eval/accuracy": total["reward"] / total["n"],
         "eval/n": total["n"],
-        "eval/reward_timeouts": total["timeouts"],
-        "eval/reward_errors": total["errors"],
+        **{f"eval/reward_{name}": value for name, value in reward_metrics(total, scored, total["n"]).items()},
     }

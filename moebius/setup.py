@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from hybrid_engine.engine import EngineOptions, HybridEngine
 from moebius import runtime
 from moebius.actor import Actor, build_actor, build_reference
-from moebius.arguments import Arguments, save_arguments, validate
+from moebius.arguments import Arguments, public_values, save_arguments, validate
 from moebius.data import DataCache, PromptOptions, Prompts, PromptSampler, load_prompts
 from moebius.files import unused_name
 from moebius.metrics import MetricsLogger, progress
@@ -22,6 +21,7 @@ from moebius.models.families import read_shape
 from moebius.models.hf_io import save_hf
 from moebius.models.hf_reader import HFReader, check_names
 from moebius.models.shape import ModelShape, check_fits
+from moebius.rewards import Rewards, RewardSpec, reward_specs
 from moebius.rollout import Sampling
 from moebius.tokenizer import stop_token_ids, tokenizer_files
 from moebius.train_step import Batching
@@ -44,6 +44,7 @@ def check(args: Arguments, world_size: int) -> tuple[ParallelLayout, ModelShape]
         int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
     )
     validate(args, world_size)
+    _specs(args)
     shape = read_shape(args.hf_checkpoint)
     check_fits(shape, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.rollout_tp)
     longest = longest_sequence(args)
@@ -217,6 +218,23 @@ def make_sampling(args: Arguments, tokenizer: Any) -> tuple[Sampling, Sampling]:
     return train, evaluation
 
 
+def make_rewards(args: Arguments) -> Rewards:
+    """Starts the workers of every reward, which load while the run is set up."""
+    return Rewards(_specs(args), args.rm_workers, args.rm_timeout)
+
+
+def _specs(args: Arguments) -> tuple[RewardSpec, ...]:
+    return reward_specs(
+        args.rm_type,
+        args.custom_rm_path,
+        weights=args.rm_weights,
+        group_rm=args.group_rm,
+        url=args.rm_url,
+        retries=args.rm_retries,
+        on_error=args.on_reward_error,
+    )
+
+
 def make_logger(args: Arguments, state: ParallelState) -> MetricsLogger:
     """Writes on rank 0 only."""
     return MetricsLogger(
@@ -226,7 +244,7 @@ def make_logger(args: Arguments, state: ParallelState) -> MetricsLogger:
         wandb_name=args.wandb_name,
         use_tensorboard=args.use_tensorboard,
         tensorboard_dir=args.tensorboard_dir,
-        config=asdict(args),
+        config=public_values(args),
         total_steps=args.num_rollout,
         enabled=state.rank == 0,
     )

@@ -171,10 +171,26 @@ class Arguments:
         False, "control experiment: rewards are permuted across the batch, so nothing can be learned", "algorithm"
     )
 
-    rm_type: str | None = flag(None, "built-in reward", "reward", choices=("math",))
-    custom_rm_path: str | None = flag(None, "own reward as FILE.py:FUNCTION", "reward", rule=NOT_EMPTY)
-    rm_timeout: float = flag(10.0, "seconds for one reward", "reward", rule=ABOVE_ZERO)
-    rm_workers: int = flag(1, "reward workers of each rank", "reward", rule=POSITIVE)
+    rm_type: tuple[str, ...] | None = flag(
+        None, "built-in rewards, one or more", "reward", choices=("math", "code", "remote_rm")
+    )
+    custom_rm_path: tuple[str, ...] | None = flag(
+        None, "own rewards as FILE.py:FUNCTION, one or more", "reward", rule=NOT_EMPTY
+    )
+    rm_weights: tuple[float, ...] | None = flag(
+        None, "weight of each reward in the total, --rm-type first, then --custom-rm-path (default: 1 each)", "reward"
+    )
+    group_rm: bool = flag(False, "--custom-rm-path functions get all responses to a prompt at once", "reward")
+    rm_url: str | None = flag(None, "http or https address that remote_rm sends samples to", "reward")
+    rm_retries: int = flag(3, "further attempts of remote_rm, within --rm-timeout", "reward", rule=NOT_NEGATIVE)
+    rm_timeout: float = flag(10.0, "seconds for one reward, with --group-rm for one group", "reward", rule=ABOVE_ZERO)
+    rm_workers: int = flag(1, "workers of each reward on each rank", "reward", rule=POSITIVE)
+    on_reward_error: str = flag(
+        "zero",
+        "a reward's exception or time-out is a counted zero, or stops the run",
+        "reward",
+        choices=("zero", "stop"),
+    )
 
     prompt_data: tuple[str, ...] = flag(
         None,

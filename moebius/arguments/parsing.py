@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from moebius.arguments.flags import GROUPS, Arguments, flag_name
 
@@ -122,11 +123,24 @@ def save_arguments(args: Arguments, folder: str | Path) -> Path:
     """Writes `folder`/arguments.json, whole or not at all: the flags, sorted, and the versions. One rank calls it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"arguments": dataclasses.asdict(args), "versions": _versions()}
+    content = {"arguments": public_values(args), "versions": _versions()}
     path, partial = folder / "arguments.json", folder / "arguments.json.partial"
     partial.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(partial, path)
     return path
+
+
+def public_values(args: Arguments) -> dict[str, Any]:
+    """The flags as they may be written down: user, password and query of --rm-url are left out."""
+    values = dataclasses.asdict(args)
+    if args.rm_url is not None:
+        parts = urlsplit(args.rm_url)
+        _, secret, host = parts.netloc.rpartition("@")
+        shown = parts._replace(
+            netloc=f"***@{host}" if secret else host, query="***" if parts.query else "", fragment=""
+        )
+        values["rm_url"] = urlunsplit(shown)
+    return values
 
 
 def _default(value: T | None, otherwise: T) -> T:

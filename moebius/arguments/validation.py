@@ -19,6 +19,7 @@ def validate(args: Arguments, world_size: int) -> None:
     _check_training(args)
     _check_sampling(args)
     _check_algorithm(args)
+    _check_rewards(args)
     _check_evaluation(args)
     _check_data(args)
     _check_paths(args)
@@ -31,9 +32,11 @@ def _require(condition: bool, message: str) -> None:
 
 def _named(args: Arguments, *names: str) -> str:
     """`--eps-clip 0.2, --seed 1`: flags with their values."""
-    values = {name: getattr(args, name) for name in names}
-    shown = {name: " ".join(map(str, v)) if isinstance(v, tuple) else v for name, v in values.items()}
-    return ", ".join(f"{flag_name(name)} {value}" for name, value in shown.items())
+    return ", ".join(f"{flag_name(name)} {_text(getattr(args, name))}" for name in names)
+
+
+def _text(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _check_batches(args: Arguments, data_parallel_size: int) -> None:
@@ -103,9 +106,31 @@ def _check_algorithm(args: Arguments) -> None:
         args.use_kl_loss or args.ref_load == args.hf_checkpoint,
         f"{_named(args, 'ref_load')} has no effect without --use-kl-loss",
     )
+
+
+def _check_rewards(args: Arguments) -> None:
+    """How rewards go together; `reward_specs` checks each of them."""
+    built_in, custom = args.rm_type or (), args.custom_rm_path or ()
     _require(
-        (args.rm_type is None) != (args.custom_rm_path is None),
-        f"{_named(args, 'rm_type', 'custom_rm_path')}: exactly one of them must give the reward",
+        bool(built_in or custom),
+        f"{_named(args, 'rm_type', 'custom_rm_path')}: at least one of them must give a reward",
+    )
+    _require(len(set(built_in)) == len(built_in), f"{_named(args, 'rm_type')}: each reward must be named once")
+    weights, rewards = args.rm_weights, len(built_in) + len(custom)
+    _require(
+        weights is None or len(weights) == rewards,
+        f"{_named(args, 'rm_weights')}: must be as many as the rewards of {_named(args, 'rm_type', 'custom_rm_path')}",
+    )
+    _require(
+        ("remote_rm" in built_in) == (args.rm_url is not None),
+        f"{_named(args, 'rm_type')}: remote_rm needs --rm-url, and nothing else does",
+    )
+    _require(
+        not args.group_rm or bool(custom), "--group-rm needs --custom-rm-path: built-in rewards judge one response"
+    )
+    _require(
+        not args.group_rm or "remote_rm" not in built_in,
+        f"--group-rm, {_named(args, 'rm_type')}: remote_rm sends one response a request, it cannot be used with groups",
     )
 
 

@@ -1,9 +1,10 @@
-"""A reward worker: a process of its own that scores one sample at a time for `RewardPool`.
+"""A reward worker: a process of its own that scores one sample (or one group) at a time for `RewardPool`.
 
-`python -m moebius.rewards.worker TARGET LIFELINE`. TARGET is `math` or `/path/file.py:function`, LIFELINE the number of
-a pipe that only the parent holds open. The worker says `{"ready": true}` when the reward is loaded; from then on each
-JSON line of standard input (prompt, response, label, metadata) is answered by one of `{"reward": 1.0}` or
-`{"error": "traceback"}` on standard output, until standard input ends.
+`python -m moebius.rewards.worker LIFELINE`, the number of a pipe that only the parent holds open. The first JSON line
+of standard input is the `RewardSpec` with `timeout_seconds`. The worker says `{"ready": [notices]}` when the reward is
+loaded; from then on each JSON line, a list of samples (prompt, response, label, metadata), is answered on standard
+output by `{"rewards": [1.0]}` or by `{"error": "traceback"}`, with `"timeout": true` where a built-in reward kept its
+own limit, until standard input ends.
 """
 
 import fcntl
@@ -19,25 +20,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from moebius.rewards.specs import OutOfTime
+
 MATH_MEMORY_BYTES = 4 << 30  # powers of powers fill a machine's memory within a generous time limit
 TRACEBACK_CHARACTERS = 20_000
 
 RewardFunction = Callable[..., Any]
+Samples = list[dict[str, Any]]
 
 
 def main() -> None:
     """Serves one parent until its pipe closes."""
-    target, lifeline = sys.argv[1], int(sys.argv[2])
-    die_with_parent(lifeline)
+    die_with_parent(int(sys.argv[1]))
     requests, answers = take_protocol()
+    spec = json.loads(requests.readline())
     try:
-        function = load_reward(target)
+        function, notices = load_reward(spec)
     except BaseException:
         send(answers, {"error": short_traceback()})
         return
-    send(answers, {"ready": True})
+    send(answers, {"ready": notices})
     for line in requests:
-        send(answers, answer(function, json.loads(line)))
+        send(answers, answer(function, json.loads(line), spec["grouped"]))
 
 
 def die_with_parent(lifeline: int) -> None:
@@ -64,14 +68,29 @@ def take_protocol() -> tuple[TextIO, TextIO]:
     return requests, answers
 
 
-def load_reward(target: str) -> RewardFunction:
-    """The function that TARGET names. The file's folder is put on the import path.
+def load_reward(spec: dict[str, Any]) -> tuple[RewardFunction, list[str]]:
+    """The function that the spec names, and what it cannot do on this system.
 
     Raises:
         Exception: whatever the user's file raises when it runs; AttributeError where it lacks the function.
     """
-    if target == "math":
-        return load_math_reward()
+    # Below the pool's limit, so that what a reward started is cleared away by its own worker.
+    own_limit = 0.9 * spec["timeout_seconds"]
+    if spec["target"] == "math":
+        return load_math_reward(), []
+    if spec["target"] == "code":
+        from moebius.rewards.code_reward import make_code_reward
+
+        return make_code_reward(own_limit)
+    if spec["target"] == "remote_rm":
+        from moebius.rewards.remote import make_remote_reward
+
+        return make_remote_reward(spec["url"], own_limit, spec["retries"]), []
+    return load_custom_reward(spec["target"]), []
+
+
+def load_custom_reward(target: str) -> RewardFunction:
+    """The function of `/path/file.py:function`. The file's folder is put on the import path."""
     path, _, name = target.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -94,13 +113,35 @@ def load_math_reward() -> RewardFunction:
     return reward
 
 
-def answer(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
-    """One sample's reward, or the traceback of the exception that scoring it raised."""
+def answer(function: RewardFunction, samples: Samples, grouped: bool) -> dict[str, Any]:
+    """The samples' rewards, or the traceback of the exception that scoring them raised."""
     try:
-        result = function(request["prompt"], request["response"], request["label"], **request["metadata"])
-        return {"reward": checked_reward(result)}
+        return {"rewards": call(function, samples, grouped)}
+    except OutOfTime:
+        return {"error": short_traceback(), "timeout": True}
     except BaseException:  # SystemExit too: the user's code must not end the worker without a word
         return {"error": short_traceback()}
+
+
+def call(function: RewardFunction, samples: Samples, grouped: bool) -> list[float]:
+    """Calls the function with one sample, or with lists of prompts, responses, labels and metadata of a group.
+
+    Raises:
+        Exception: what the function raises.
+        TypeError, ValueError: the function's result is not a finite number, or not a list of one for each sample.
+    """
+    if not grouped:
+        (sample,) = samples
+        result = function(sample["prompt"], sample["response"], sample["label"], **sample["metadata"])
+        return [checked_reward(result)]
+    columns = ([sample[name] for sample in samples] for name in ("prompt", "response", "label", "metadata"))
+    results = function(*columns)
+    if isinstance(results, str | dict) or not hasattr(results, "__iter__"):
+        raise TypeError(f"--group-rm: the function returned {results!r:.200}; it must be a list of numbers")
+    rewards = [checked_reward(result) for result in results]
+    if len(rewards) != len(samples):
+        raise ValueError(f"--group-rm: the function returned {len(rewards)} rewards for {len(samples)} responses")
+    return rewards
 
 
 def checked_reward(result: object) -> float:

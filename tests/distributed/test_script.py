@@ -251,6 +251,7 @@ def test_a_failing_rank_ends_the_job(folder: Path) -> None:
     """A reward that raises on rank 1 alone, at the second step: the whole job ends, and says where it came from."""
     (folder / "fails.py").write_text(FAILS)
     changes = {"custom_rm_path": f"{folder / 'fails.py'}:fails", "eval_prompt_data": None, "eval_interval": None}
+    changes["on_reward_error"] = "stop"
     done = torchrun(2, flags(folder, "fails", **changes), timeout=120)
     assert done.returncode != 0
     assert "on purpose" in done.stdout and "fails" in done.stdout

@@ -176,7 +176,7 @@ def test_three_lines_say_what_the_run_did(tmp_path: Path) -> None:
         {"step": 2, "eval/accuracy": 0.921, "eval/n": 1000.0},
     ]
     save_arguments(
-        resolve(Arguments(hf_checkpoint="m", prompt_data=("p",), rm_type="math", eval_temperature=1.0)), tmp_path
+        resolve(Arguments(hf_checkpoint="m", prompt_data=("p",), rm_type=("math",), eval_temperature=1.0)), tmp_path
     )
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("\n".join(map(json.dumps, steps)))

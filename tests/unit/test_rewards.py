@@ -6,18 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
+from reward_pools import children, custom_pool, item, math_pool, wait_for_end
 
-from moebius.rewards import RewardItem, RewardPool, make_reward_pool, score_math
+from moebius.rewards import reward_specs, score_math
 from moebius.rewards.math_reward import extract_answer, extract_gold
 from moebius.rewards.worker import MATH_MEMORY_BYTES
 
@@ -25,54 +23,6 @@ REPOSITORY = Path(__file__).parents[2]
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 STRANGE = r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}}"
 GSM8K_LABEL = "She sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
-
-
-def item(response: str, label: str = "0", prompt: str = "", **metadata: object) -> RewardItem:
-    return RewardItem(prompt, response, label, metadata)
-
-
-@contextmanager
-def custom_pool(folder: Path, source: str, num_workers: int = 1, timeout_seconds: float = 60.0) -> Iterator[RewardPool]:
-    """A pool for the function `reward` of a file with this source."""
-    path = folder / "own_reward.py"
-    path.write_text(textwrap.dedent(source), encoding="utf-8")
-    pool = make_reward_pool(None, f"{path}:reward", num_workers, timeout_seconds)
-    try:
-        yield pool
-    finally:
-        pool.close()
-
-
-@contextmanager
-def math_pool(num_workers: int = 1, timeout_seconds: float = 60.0) -> Iterator[RewardPool]:
-    pool = make_reward_pool("math", None, num_workers, timeout_seconds)
-    try:
-        yield pool
-    finally:
-        pool.close()
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended but was not reaped by a foreign parent does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_for_end(pids: list[int]) -> bool:
-    """Whether all of them end within a generous time: signals are delivered when the kernel likes."""
-    end = time.monotonic() + 20
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
-
-
-def children() -> list[psutil.Process]:
-    """The reward workers that this process started, and whatever they started."""
-    running = [child for child in psutil.Process().children(recursive=True) if alive(child.pid)]
-    services = ("resource_tracker", "wandb")  # what other tests in this process leave running
-    return [child for child in running if not any(name in part for part in child.cmdline() for name in services)]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +246,7 @@ def test_failing_user_function_stops_the_run(tmp_path: Path, body: str, message:
     source = "import os, sys, time\ndef reward(prompt, response, label, **metadata):\n"
     source += f"    if response != 'bad': time.sleep(0.01 * float(label)); return float(label)\n    {body}\n"
     good = [item("good", str(number)) for number in range(9)]
-    with custom_pool(tmp_path, source, num_workers=2) as pool:
+    with custom_pool(tmp_path, source, num_workers=2, on_error="stop") as pool:
         with pytest.raises(RuntimeError, match=rf"(?s)own_reward\.py:reward failed for item 4 of the batch.*{message}"):
             pool.score([*good[:4], item("bad"), *good[4:]])
         assert pool.score(good).rewards == list(range(9))
@@ -356,8 +306,9 @@ def test_workers_die_with_their_parent(tmp_path: Path, ending: str) -> None:
         "    return 7 ** 10 ** 9\n"
     )
     script = (
-        "import os, threading, time\nfrom moebius.rewards import RewardItem, make_reward_pool\n"
-        f"pool = make_reward_pool(None, {str(tmp_path / 'own_reward.py') + ':reward'!r}, 1, 1000.0)\n"
+        "import os, threading, time\nfrom moebius.rewards import RewardItem, RewardPool, reward_specs\n"
+        f"[spec] = reward_specs(None, [{str(tmp_path / 'own_reward.py') + ':reward'!r}])\n"
+        "pool = RewardPool(spec, 1, 1000.0)\n"
         "threading.Thread(target=pool.score, args=([RewardItem('', '', '')],), daemon=True).start()\n"
         f"while not os.path.exists({str(tmp_path / 'pids')!r}): time.sleep(0.02)\n"
         f"time.sleep({1000 if ending == 'killed' else 0})\n"
@@ -379,22 +330,14 @@ def test_flags_are_checked_without_running_the_file(tmp_path: Path) -> None:
         "raise SystemExit('must not run')\nif True:\n    def inner(): pass\nfrom os import getcwd as found\n"
     )
     (tmp_path / "broken.py").write_text("def reward(:\n")
-    for rm_type, custom, message in [
-        (None, None, "--rm-type None --custom-rm-path None: exactly one"),
-        ("math", f"{path}:inner", "--rm-type math --custom-rm-path .*: exactly one"),
-        ("maths", None, "--rm-type maths: must be math"),
-        (None, str(path), r"--custom-rm-path .*reward\.py: must be FILE\.py:FUNCTION"),
-        (None, f"{tmp_path}/absent.py:inner", r"--custom-rm-path .*: there is no file"),
-        (None, f"{path}:outer", r"--custom-rm-path .*: .*reward\.py defines no outer"),
-        (None, f"{path}:SystemExit", r"--custom-rm-path .*defines no SystemExit"),
-        (None, f"{tmp_path}/broken.py:reward", r"--custom-rm-path .*is not Python"),
+    for custom, message in [
+        (str(path), r"--custom-rm-path .*reward\.py: must be FILE\.py:FUNCTION"),
+        (f"{tmp_path}/absent.py:inner", r"--custom-rm-path .*: there is no file"),
+        (f"{path}:outer", r"--custom-rm-path .*: .*reward\.py defines no outer"),
+        (f"{path}:SystemExit", r"--custom-rm-path .*defines no SystemExit"),
+        (f"{tmp_path}/broken.py:reward", r"--custom-rm-path .*is not Python"),
     ]:
         with pytest.raises(ValueError, match=message):
-            make_reward_pool(rm_type, custom, 1, 1.0)
-    for name in ("inner", "found"):
-        make_reward_pool(None, f"{path}:{name}", 1, 1.0).close()
-    with pytest.raises(ValueError, match="--rm-workers 0"):
-        make_reward_pool("math", None, 0, 1.0)
-    with pytest.raises(ValueError, match="--rm-timeout nan"):
-        make_reward_pool("math", None, 1, float("nan"))
-    assert children() == []
+            reward_specs(["math"], [f"{path}:inner", custom])
+    specs = reward_specs(["math"], [f"{path}:inner", f"{path}:found", f"{path}:inner"], weights=[1, 2, 3, 4])
+    assert [(spec.name, spec.weight) for spec in specs] == [("math", 1), ("inner", 2), ("found", 3), ("inner_2", 4)]

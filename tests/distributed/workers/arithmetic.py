@@ -42,7 +42,7 @@ ONE_BY_ONE, TOGETHER, PADDED = Batching(1), Batching(8), Batching(8, packed=Fals
 ARGUMENTS = Arguments(
     hf_checkpoint="-",
     prompt_data=("-",),
-    rm_type="math",
+    rm_type=("math",),
     eps_clip=0.02,
     eps_clip_high=0.03,
     use_kl_loss=True,
@@ -156,7 +156,7 @@ def group_advantages(state: ParallelState, rewards: list[float], n: int, tag: st
         for index in range(prompt * n, prompt * n + n):
             length = (2, 5, 4, 1)[index % 4]
             samples[index] = Sample([5, 6, 7], [100 + index] * length, [-1.0] * length, reward=rewards[index])
-    rollout = Rollout(samples, {}, {})
+    rollout = Rollout(samples, {}, {}, n)
     assign_advantages(rollout, n, normalise_by_std=True)
     updates = exchange_samples(rollout.samples, len(rewards), len(rewards), state, CPU)
     return {
